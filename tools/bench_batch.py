@@ -1,10 +1,12 @@
 """Take one optimizer step of the quickstart at a large global batch on CPU ranks, and compare the gradients.
 
-The table has a row for each loss and number of ranks. It shows the difference of the gradient from that of the first
-row, |g - g1| / |g1| over all parameters; the seconds of the step; and the memory that the loss allocates on rank 0,
-next to the memory that `disco-ds plan` predicts.
-
     python tools/bench_batch.py --batch 196608 --ranks 2 8 [--losses disco_fused inf_cl] [--micro-batch 512]
+
+The tool repeats the step for each combination of a loss and a number of ranks, and prints a row for each. The columns:
+  gradient         |g - g1| / |g1| over all parameters, where g is the gradient of this row and g1 that of the first row
+  step             duration of the step on rank 0
+  loss allocates   peak memory that the loss allocates on rank 0, measured
+  planned          the same memory, predicted for a CPU by the code behind `disco-ds plan` (disco_ds/plan/losses.py)
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from disco_ds.training.step import train_step
 
 
 def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder: Path) -> None:
-    """Take the step as one rank. Rank 0 writes the gradient and the measurements to FOLDER/NAME-RANKS.pt."""
+    """Run one rank, which takes one step. Rank 0 saves the gradient and the measurements in FOLDER/NAME-RANKS.pt."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
     config = load_config(
@@ -77,8 +79,8 @@ def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder
         width = run.engine.module.text_projection.shape[1]
         b = args.batch // ranks
         planned = loss_peak(run.loss, b, ranks, width, torch.device("cpu"))
-        # Exclude the fp32 features [b, D] of both sides, as the plan does. Allocations has counted them, because it
-        # counts an existing tensor as new when it first sees a view of it.
+        # The plan excludes the fp32 features [b, D] of images and texts, so subtract them from the measured peak.
+        # Allocations has counted them, because it counts an existing tensor as new when it first sees a view of it.
         peak = memory.peak - 2 * 4 * b * width
     if rank == 0:
         found = {"gradient": gradient, "s": seconds, "planned": planned, "peak": peak}

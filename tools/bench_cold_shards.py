@@ -1,11 +1,16 @@
-"""Compare disco_ds with webdataset at reading shards that are not in the page cache, from a folder or a FUSE mount.
+"""Compare how fast disco_ds and webdataset read shards that are not in the page cache.
 
-    python tools/bench_cold_shards.py            as root, because it drops the page cache of the host
-    python tools/bench_cold_shards.py --fuse     mounts a web server with rclone, 20 ms per request; needs fuse3
+    python tools/bench_cold_shards.py            reads from a folder
+    python tools/bench_cold_shards.py --fuse     reads through a FUSE mount, with 20 ms per request; needs fuse3
 
-Both readers run in one process and read the image and the caption of every sample. Ours reads a shard's samples in
-random order, as a run does; webdataset reads them in the order of the file. The shards have 1,000 samples of random
-bytes. Without --fuse, a line shows two times: with an empty page cache, and once more with the shards in the cache.
+Run both commands as root, because they drop the page cache of the host. With --fuse, rclone mounts a local web server.
+
+Both readers run in a single process and read the image and the caption of every sample. disco_ds reads the samples of a
+shard in random order, as in a training run. webdataset reads them in the order of the file. Each shard has 1,000
+samples, whose images are random bytes.
+
+Each line of the output belongs to one reader. With --fuse, it shows the time to read all shards with an empty page
+cache. Without --fuse, it also shows the time to read them again, now from the page cache.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ def read_webdataset(folder: Path, names: list[str]) -> int:
 
 @contextmanager
 def mount(folder: Path, at: Path) -> Iterator[None]:
-    """Mount a web server that serves the folder."""
+    """Serve `folder` with a web server, and mount this server at the path `at`."""
     program = str(Path(sys.executable).parent / "rclone")
     with serve_rclone("http", folder, delay_s=0.02) as proxy:
         url = f"http://127.0.0.1:{proxy.port}"
@@ -110,7 +115,7 @@ def main() -> None:
 
 
 def measure(read: Callable[[Path, list[str]], int], folder: Path, names: list[str]) -> float:
-    """Return the seconds that a reader needs for all samples."""
+    """Return the seconds that a reader needs to read all samples."""
     start = time.perf_counter()
     count = read(folder, names)
     assert count == SAMPLES * len(names)

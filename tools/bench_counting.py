@@ -1,10 +1,11 @@
-"""Measure `disco-ds index` on a bucket of many shards whose sample counts are published. Every request is delayed.
+"""Measure `disco-ds index` on a bucket with many shards, published sample counts and slow requests.
 
-    python tools/bench_counting.py --shards 100000 --delay-ms 50           img2dataset: one stats file per shard
-    python tools/bench_counting.py --shards 100000 --delay-ms 50 --table   DataComp: sizes.json
+    python tools/bench_counting.py --shards 100000 --delay-ms 50           one stats file per shard, as by img2dataset
+    python tools/bench_counting.py --shards 100000 --delay-ms 50 --table   one sizes.json, as in DataComp
 
-The server is `rclone serve s3` on this host, behind a proxy that delays what the client sends. The shards are empty
-files: only their names and sizes are read.
+The server is `rclone serve s3` on this host. A proxy in front of it delays every request. The shards are empty files,
+because `disco-ds index` reads their names, sizes and published counts, but not their content. The tool calls the
+command twice. The second call uses the manifest that the first call wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def main() -> None:
     )
     parser.add_argument("--shards", type=int, default=100_000)
     parser.add_argument("--delay-ms", type=float, default=50.0)
-    parser.add_argument("--table", action="store_true", help="publish sizes.json only")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="publish one sizes.json instead of one stats file per shard",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "bucket", "part")

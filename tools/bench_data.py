@@ -1,17 +1,22 @@
 """Compare the data pipeline with open_clip's on the same shards: samples per second, and samples per CPU second.
 
-    python tools/bench_data.py                                generated shards of 224-pixel JPEGs, one worker each
-    python tools/bench_data.py --shards DIR --size 224
-    PYTHONPATH=open_clip/src python tools/bench_data.py       with the open_clip of a checkout, such as 4.2
-    python tools/bench_data.py --decoders                     ms per image: PIL, and torchvision, which the workers use
-    python tools/bench_data.py --waits --load 0.8             fraction of a step spent waiting for data; the device only
-                                                              sleeps, and decoding takes 0.8 of the step
+    python tools/bench_data.py                                uses generated shards of 224-pixel JPEGs
+    python tools/bench_data.py --shards DIR --size 224        uses the shards in DIR
+    PYTHONPATH=open_clip/src python tools/bench_data.py       uses the open_clip of a checkout, such as 4.2
+    python tools/bench_data.py --decoders                     measures only the ms per image of two decoders: PIL, and
+                                                              torchvision, which our workers use
+    python tools/bench_data.py --waits --load 0.8             measures only how long our trainer waits for data. The
+                                                              device is simulated: it sleeps. Decoding the samples of
+                                                              a step takes 0.8 of the time to compute the step
 
-Both pipelines read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize it (bicubic with
-antialiasing), tokenize, and pass batches of uint8 pixels from one worker process to the trainer. open_clip's pipeline
-is open_clip_train's get_wds_dataset. The webdataset version that it needs is installed in a separate folder, which
-comes before this environment on the path. The runs alternate, each in new processes; the results are medians. CPU
-seconds are those of trainer and worker together.
+Both pipelines read tars of JPEGs and texts, take a random crop of 0.9 to 1 of an image's area, resize it (bicubic with
+antialiasing), and tokenize the text. In both, one worker process passes batches of uint8 pixels to the trainer.
+
+open_clip's pipeline is get_wds_dataset of open_clip_train. It needs an older version of webdataset, so the tool
+installs this version in a temporary folder and puts the folder first on the path of open_clip's processes.
+
+The pipelines take turns, with new processes in each turn, and the results are medians over the turns. CPU seconds are
+the sum for the trainer and its worker.
 """
 
 from __future__ import annotations
@@ -44,12 +49,12 @@ from disco_ds.data.pipeline.staging import LEAST_AHEAD
 BATCH = 128
 WAITS_BATCH = 32
 WARM_UP = 8
-"""Batches before the measurement starts. By then, the worker is running, and open_clip's shuffle buffer has its initial
-1,000 samples."""
+"""Number of batches before the measurement starts. By then, the worker is running, and open_clip's shuffle buffer
+contains the 1,000 samples that it collects first."""
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
 PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
-"""pandas, which open_clip_train imports, and its dependencies."""
+"""Packages to install for open_clip_train: pandas, which it imports, and the dependencies of pandas."""
 
 
 def parse_args() -> Namespace:
@@ -72,7 +77,7 @@ def parse_args() -> Namespace:
     parser.add_argument(
         "--webdataset",
         default="0.2.86",
-        help="version for open_clip, which needs < 0.2.96",
+        help="version of webdataset to install for open_clip, which needs a version below 0.2.96",
     )
     parser.add_argument(
         "--decoders", action="store_true", help="only compare decoding and resizing"
@@ -84,14 +89,17 @@ def parse_args() -> Namespace:
         "--load",
         type=float,
         default=0.8,
-        help="with --waits: time to decode a step / time to compute it",
+        help="with --waits: time to decode the samples of a step, divided by the time to compute the step",
     )
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -> None:
-    """Write shards of captioned JPEGs with smooth colors and noise; the files are about as large as photographs."""
+    """Write shards of JPEGs with captions.
+
+    The images are smooth colors with noise, so that the JPEG files are about as large as those of photographs.
+    """
     generator = numpy.random.default_rng(0)
     for number in range(shards):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
@@ -117,7 +125,10 @@ def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
 
 
 def compare_decoders(size: int) -> None:
-    """Print how many ms PIL and torchvision take to decode and resize a JPEG, and by how much their pixels differ."""
+    """Print a table: the CPU time that PIL and torchvision need per JPEG, and the mean difference of their pixels.
+
+    The time includes decoding and resizing.
+    """
     from disco_ds.data.images.decode import (
         NUM_CROP_NUMBERS,
         ImageSpec,
@@ -169,26 +180,30 @@ def open_loader(
 
 
 def show_waits(folder: Path, size: int, load: float) -> None:
-    """Measure the percentage of a GradAccum step in which a simulated device does not compute, with one worker.
+    """Print a table: how long a simulated device is idle during a GradAccum step. There is one data worker.
 
-    The column `other` is this percentage. The column `waiting` is its part spent on waiting for samples that are not
-    decoded yet. The rest is copies, and the time by which time.sleep sleeps too long.
+    The column `other %` is the percentage of the step in which the device does not compute. The column `waiting %` is
+    the percentage of the step in which it waits for samples that are not decoded yet. `other %` includes `waiting %`.
+    The difference between them is the time for copies, and the time that time.sleep takes longer than requested.
     """
     torch.set_num_threads(1)
     print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'other %':>10} {'waiting %':>13}")
     for pixels, K in itertools.product(get_args(Pixels), (1, 8, 32)):
         loader = open_loader(folder, size, WAITS_BATCH, K, pixels)
         try:
-            compute(loader.read_step(), K, 0.0)  # the worker starts
+            compute(loader.read_step(), K, 0.0)  # the worker starts during this step
             start, steps = time.perf_counter(), max(1, 32 // K)
-            for _ in range(steps):  # the device computes nothing
+            for _ in range(
+                steps
+            ):  # the device computes nothing, so these steps take as long as decoding
                 compute(loader.read_step(), K, 0.0)
             decoding = (time.perf_counter() - start) / steps
-            # K forward passes, K backward passes of twice their time, and K - 1 repeated forward passes.
+            # A step has K forward passes, K backward passes and K - 1 repeated forward passes. A backward pass takes as
+            # long as two forward passes.
             forward = decoding / load / (4 * K - 1)
             time.sleep(
                 1.5 * decoding * max(1, LEAST_AHEAD / K)
-            )  # the worker gets ahead, as it does during a run's slow first step
+            )  # let the worker decode ahead, as it does during the slow first step of a run
             for _ in range(2):
                 compute(loader.read_step(), K, forward)
             steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()
@@ -206,7 +221,7 @@ def show_waits(folder: Path, size: int, load: float) -> None:
 
 
 def compute(data: StepData, K: int, forward: float) -> None:
-    """Run a step on a simulated device whose forward pass takes `forward` seconds."""
+    """Run a step of K micro-batches on a simulated device, whose forward pass takes `forward` seconds."""
     for k in range(K):
         _ = data.micro_batches[k]
         time.sleep(forward)
@@ -261,7 +276,7 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
 
 
 def measure(args: Namespace) -> None:
-    """Measure one of the two pipelines in this process; print {samples/s, samples per CPU second}."""
+    """Measure one pipeline in this process. Print JSON: samples per second (wall) and per CPU second (core)."""
     torch.set_num_threads(1)
     batches = (our_batches if args.side == "disco_ds" else open_clip_batches)(
         args.shards, args.size
@@ -276,11 +291,11 @@ def measure(args: Namespace) -> None:
     wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     print(json.dumps({"wall": args.batches * BATCH / wall, "core": args.batches * BATCH / cpu}))
     sys.stdout.flush()
-    os._exit(0)  # open_clip's loader never ends
+    os._exit(0)  # exit without cleanup, because open_clip's loader never ends
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its running children."""
+    """Return the CPU seconds that this process and its running child processes have used."""
     import psutil
 
     own = resource.getrusage(resource.RUSAGE_SELF)
@@ -349,7 +364,9 @@ def main() -> None:
             statistics.median(run[key] for run in runs) for key in ("wall", "core")
         )
         print(f"{side:12} {wall:10.0f} {figures[side]:24.0f}")
-    print(f"ratio per core: {figures['disco_ds'] / figures['open_clip']:.2f}")
+    print(
+        f"samples per CPU second, disco_ds / open_clip: {figures['disco_ds'] / figures['open_clip']:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Measure time and memory of the average of the weights (optim.ema).
+"""Measure how much time and memory the moving average of the weights (optim.ema) takes.
 
     python tools/bench_ema.py --model ViT-B-32 --stage 1
 
-It runs in one process. It prints the milliseconds of an AdamW update (without forward and backward), of an update of
-the average, and of an exchange of weights and average. An evaluation makes two such exchanges. It also prints the
-memory of AdamW's first moment and of the average.
+The tool runs in one process; --stage is the ZeRO stage. It prints the times of three operations in milliseconds: an
+AdamW update (without forward and backward), an update of the average, and an exchange. An exchange swaps the weights
+with their average; an evaluation needs two exchanges. The tool also prints the memory of AdamW's first moment (exp_avg)
+and of the average (ema).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     with comm.session(600):
         engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, 1))
         set_lr(engine, 1e-4)
-        # The gradient does not matter, so the loss is a sum over the parameters.
+        # The values of the gradient do not matter, so use the sum over all parameters as the loss.
         engine.backward(sum(p.sum() for p in engine.module.parameters()))
         engine.step()
         optimizer = engine.basic_optimizer

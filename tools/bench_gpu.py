@@ -1,18 +1,23 @@
-"""Compare losses and training on one GPU with published implementations; print Markdown for docs/results.md.
+"""Compare our losses and training steps with other implementations on one GPU. Print Markdown for docs/results.md.
 
-    python tools/bench_gpu.py --budget 540         works in parts: repeat the command until no slice is left
-    python tools/bench_gpu.py --only "one: *"      only some shapes or losses
-    python tools/bench_gpu.py --only "step: *"     or some of the slices of train_rates.py: step, GradAccum, peak, data
+    python tools/bench_gpu.py --budget 540         works for up to 540 s; repeat the command until no slice is left
+    python tools/bench_gpu.py --only "one: *"      measures only the losses at the shape "one" (see SHAPES)
+    python tools/bench_gpu.py --only "step: *"     measures only training steps (see train_rates.py for other kinds)
 
-Each loss at each shape is a slice that runs in a separate process (see slices.py), and so is each measurement of
-training. The tables show all selected slices in the results file, also those of earlier calls. The most important
-slices run first: our losses, our training steps, then other implementations, and finally slices that take minutes.
+The work is divided into slices (slices.py), each of which runs in a separate process. A slice is one loss at one shape,
+or one measurement of training. The most important slices run first: our losses and our training steps. Then come other
+implementations, and finally the slices that take minutes. Results are kept in a file. The tables show all selected
+slices whose results are in the file, including those of earlier calls.
 
-The time of a loss is the median time of forward and backward, measured by CUDA events. If the shape is one rank's
-share, the time does not include communication. Memory is the peak in addition to the features and their gradients. The
-error is |gradient - true| / max(|true|, s/B), where |.| is the largest norm of a row, and `true` is the gradient of the
-features in float64; the worst of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided
-by the time. It is compared with the rate of torch's fp16 product of 8192 x 8192 matrices in the same process.
+In the tables of losses, B is the global batch, b the batch of one rank, D the width and s the logit scale. The columns:
+  ms          median time of forward and backward, measured with CUDA events; it does not include communication
+  units       number of b x B x D matrix products that the implementation computes
+  TFLOP/s     units x 2 b B D FLOP, divided by the time
+  of matmul   this rate divided by the rate at which torch multiplies 8192 x 8192 fp16 matrices in the same process
+  memory      peak memory in addition to the features and their gradients
+  error       |gradient - true| / max(|true|, s / B) for the gradient of the features. `true` is the gradient in
+              float64, and |.| is the largest norm of a row. The largest error for random, typical and aligned pairs
+              is shown. It is measured only if one GPU computes the whole batch.
 """
 
 from __future__ import annotations
@@ -42,19 +47,19 @@ FOLDER = "runs/bench_gpu"
 SCALES = (1 / 0.07, 100.0)
 """Logit scales: times are measured at the first, errors at both."""
 NOISE = (1e6, 2.0, 0.05)
-"""Noise of a text relative to its image: random, typical and aligned pairs."""
+"""Noise of a text relative to its image, for random, typical and aligned pairs."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: the share that one of `ranks` ranks computes of a global batch."""
+    """The work to measure: one rank's share of a loss. `batch` is the global batch of all `ranks` ranks."""
 
     title: str
     batch: int
     width: int
     ranks: int
     tiny: int
-    """Global batch of a test run on a CPU."""
+    """Global batch for --rehearse, a test run that also works on a CPU."""
     repeats: int = 20
     seconds: float = 40
     kind: str = "softmax"
@@ -79,17 +84,20 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss in the table, and how it is measured."""
+    """A loss in the table. `units` is its number of b x B x D matrix products in forward and backward."""
 
     build: Callable[[float, int], Method]
     """Builds the loss from the scale and the global batch."""
     units: int
     true: str
-    """Our loss whose float64 result is the reference."""
+    """Name of the loss in this package whose float64 gradient is the reference."""
 
 
 def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> Entry:
-    """Return the entry of one of our losses. With `accuracy`, it also computes accuracies; published losses do not."""
+    """Return the entry of a loss of this package.
+
+    With `accuracy`, the loss also computes accuracies. The losses of other authors do not compute them.
+    """
 
     def build(_: float, batch: int) -> Method:
         return bench_loss.our_method(name, batch, accuracy, **options)
@@ -120,7 +128,7 @@ PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.
 
 
 def entries(shape: Shape) -> dict[str, Entry]:
-    """Return everything that runs at this shape, by label."""
+    """Return all losses that are measured at this shape, by label."""
     found = dict(OURS[shape.kind])
     true, others = PEERS.get(shape.kind, ("", {}))
     for label, peer in others.items():
@@ -131,7 +139,7 @@ def entries(shape: Shape) -> dict[str, Entry]:
 
 
 def list_slices() -> list[slices.Slice]:
-    """Return the slices, most important first, because the budget may not suffice for all."""
+    """Return all slices. The most important ones come first, because the budget may not suffice for all."""
     losses = {name: slices.Slice(name, SHAPES[key].seconds) for name, key in _losses()}
     late = [x for name, x in losses.items() if name.startswith("4M")]
     mine = [x for name, x in losses.items() if x not in late and _is_ours(name)]
@@ -140,7 +148,7 @@ def list_slices() -> list[slices.Slice]:
 
 
 def _losses() -> Iterator[tuple[str, str]]:
-    """Yield the name of each loss's slice, and the key of its shape."""
+    """Yield the name of the slice of each loss at each shape, and the key of the shape."""
     for key, shape in SHAPES.items():
         yield from ((f"{key}: {label}", key) for label in entries(shape))
 
@@ -151,7 +159,10 @@ def _is_ours(name: str) -> bool:
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """Run the slice of this name; its only record contains the results, the `problem` or what is `missing`."""
+    """Run a slice and record one result: the measurements, or the error as `problem`.
+
+    If a package is not installed, the result is the message of the ImportError, as `missing`.
+    """
     key, label = name.split(": ")
     if key in train_rates.KINDS:
         with comm.session(timeout_s=600):
@@ -160,7 +171,9 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
     shape = SHAPES[key]
     entry, batch = entries(shape)[label], shape.tiny if rehearse else shape.batch
     ranks = min(shape.ranks, 4) if rehearse else shape.ranks
-    warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # open_clip calls deprecated collectives of torch
     if comm.size() != ranks:
         bench_loss.pretend(ranks)
     with slices.case(record):
@@ -182,7 +195,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
                 leaf.grad = None
             methods[0](*leaves).sum().backward()
 
-        step()  # compiles and autotunes
+        step()  # the first step compiles and autotunes
         for leaf in leaves:
             leaf.grad = None
         with bench_loss.Peak() as peak:
@@ -200,7 +213,10 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
 
 
 def find_error(method: Method, true_name: str, batch: int, width: int, scale: float) -> float:
-    """Return the largest error over all kinds of pairs and both sides, with the whole batch in one process."""
+    """Return the largest gradient error of images and texts over all kinds of pairs (NOISE).
+
+    The whole batch is in this process.
+    """
     worst = 0.0
     for noise in NOISE:
         leaves = bench_loss.make_leaves(batch, width, scale, 1, noise=noise)
@@ -224,7 +240,7 @@ def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
 
 
 def show(name: str, outcome: slices.Outcome) -> str:
-    """Describe the result of a slice that has ended."""
+    """Describe in one line the result of a slice that has ended."""
     record = outcome.records[0] if outcome.records else {}
     return f"{name}: {train_rates.in_short(record) or problem(outcome)} ({outcome.seconds:.0f} s)"
 
@@ -236,13 +252,20 @@ def problem(outcome: slices.Outcome) -> str:
 
 
 def failed(name: str, outcome: slices.Outcome) -> bool:
-    """Return whether a slice crashed or was stopped, or is ours and has no results. Others may have a `problem`."""
+    """Return whether a slice has failed.
+
+    Any slice has failed if it crashed or was stopped. A slice of this package has also failed if it ended without
+    results. A slice of another implementation may end without results, with a `problem` or something `missing`.
+    """
     ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)
 
 
 def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
-    """Return Markdown: the machine, a table for each shape and measurement, and what has no results."""
+    """Yield lines of Markdown: the machine, a table for each shape and each kind of measurement of training.
+
+    Below each table, a line lists the slices that have no results.
+    """
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
         versions = ", ".join(
             f"{package} {version}" for package, version in where["versions"].items()
@@ -265,7 +288,11 @@ def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
         }
         if not mine:
             continue
-        share = " (no error: the others' features are copies)" if shape.ranks > 1 else ""
+        share = (
+            " (error not measured: the other ranks' features are copies of this rank's)"
+            if shape.ranks > 1
+            else ""
+        )
         yield f"\n### {shape.title}, D {shape.width}{share}\n"
         if measured:
             yield "| loss | ms | units | TFLOP/s | of matmul | memory MiB | error, s 14 | error, s 100 |"

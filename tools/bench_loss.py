@@ -1,12 +1,16 @@
-"""Measure time, memory, received bytes and error of all losses, including open_clip's and published kernels.
+"""Measure time, memory, received bytes and gradient error of our losses, open_clip's loss and losses in peers.py.
 
-    python tools/bench_loss.py --ranks 2 --batch 8192                 two CPU ranks, or two GPUs
-    python tools/bench_loss.py --as-rank-of 64 --batch 196608         the work of one rank of 64, without communication
+    python tools/bench_loss.py --ranks 2 --batch 8192                 runs on two CPU ranks, or on two GPUs
+    python tools/bench_loss.py --as-rank-of 64 --batch 196608         runs only our losses: the work of one rank of 64,
+                                                                      in one process and without communication
 
-The runs of the losses alternate; times are medians. Memory is the peak in addition to the features and their gradients.
-The error is |gradient - true| / |true| for the gradient of the features at a smaller batch, where |.| is the largest
-norm of a row. The true gradient is that of the same loss in float64, or that of `clip` for other implementations of
-InfoNCE.
+The table has a row for each loss, with these columns:
+  ms         median time of forward and backward. The losses take turns, so that all are measured under the same load.
+  memory     peak memory in addition to the features and their gradients
+  received   bytes that a rank receives. With --as-rank-of, blocks that ranks pass around a ring are not counted.
+  error      |gradient - true| / |true| for the gradient of the features, where |.| is the largest norm of a row. It is
+             measured at a batch of 1,024. `true` is the gradient in float64: for implementations of InfoNCE, the
+             gradient of `clip`, and for every other loss, its own gradient. --as-rank-of measures no error.
 """
 
 from __future__ import annotations
@@ -33,7 +37,10 @@ from disco_ds.losses import Embeddings, build_loss, list_losses
 
 ERROR_BATCH = 1024
 GROUPED = ("ignored", "positives")
-"""Values of same_group that are measured; 1% of the pairs share a group with another pair."""
+"""Values of the option same_group that are measured in addition to its default.
+
+1% of the pairs share a group with another pair.
+"""
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
@@ -67,7 +74,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
-    """Return every registered loss by name, including variants whose options change its cost."""
+    """Return all registered losses and their variants, by label. A variant sets options that change the cost."""
     options: dict[str, dict[str, Any]] = {}
     for name in list_losses():
         options[name] = {}
@@ -86,7 +93,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
-    """Build one of our losses. With `accuracy`, it also computes accuracies, as on logged steps."""
+    """Build a loss of this package. With `accuracy`, the loss also computes accuracies, as on logged steps."""
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
     loss.accuracy = accuracy
@@ -100,7 +107,10 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
 
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
-    """Return open_clip's loss in both modes and, on a GPU, the losses in peers.SOFTMAX whose packages are installed."""
+    """Return losses of other authors: open_clip's in both modes and, on a GPU, the installed ones in peers.SOFTMAX.
+
+    In open_clip's mode "local", a rank computes only its rows of the logits. In the mode "full", it computes all rows.
+    """
     found = {
         f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0)
         for way in ("full", "local")
@@ -114,15 +124,15 @@ def other_methods(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def pretend(N: int) -> None:
-    """Simulate N ranks in one process: the blocks of the others are copies of this rank's, and nothing is sent."""
+    """Simulate N ranks in this process. Nothing is sent: the other ranks' blocks are copies of this rank's blocks."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     comm.init(timeout_s=60)
 
-    # The collectives of the fake group copy this rank's blocks, but its receives write nothing. This replacement copies
-    # each tensor that is sent into the tensor that is to be received.
+    # The gathers of torch's fake group copy this rank's block, but its point-to-point receives write nothing. So
+    # replace the exchange with a function that copies each outgoing tensor into the corresponding incoming tensor.
     def stay(operations: list[Any]) -> list[Any]:
         sent, received = (
             [x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv)
@@ -135,7 +145,7 @@ def pretend(N: int) -> None:
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives if every collective uses a ring algorithm."""
+    """Counts the bytes that this rank receives, assuming that every collective uses a ring algorithm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +177,10 @@ def _nbytes(value: Any) -> int:
 
 
 class Peak:
-    """Measures the peak memory of a `with` block minus the memory at its start, in bytes."""
+    """Measures the peak memory of a `with` block minus the memory at its start, in bytes.
+
+    On a CPU, the memory is the resident set of this process.
+    """
 
     def __enter__(self) -> Peak:
         self.bytes, self.done = 0, threading.Event()
@@ -200,9 +213,10 @@ def _resident() -> int:
 
 
 def make_leaves(b: int, D: int, scale: float, seed: int, noise: float = 2.0) -> list[Tensor]:
-    """Return image and text [b, D], unit rows, and scale and bias [1]. All are fp32 leaves that require gradients.
+    """Return image and text [b, D], which are unit rows, and scale and bias [1]. All are fp32 and require gradients.
 
-    Before it is normalized, a text is its image plus `noise` times another random vector.
+    An image is a random vector. A text is the same vector plus `noise` times another random vector. Both are then
+    normalized.
     """
     device = comm.local_device()
     generator = torch.Generator(device).manual_seed(seed)
@@ -220,7 +234,7 @@ def synchronize() -> None:
 
 
 def run_once(method: Method, leaves: list[Tensor]) -> float:
-    """Return the seconds of forward and backward."""
+    """Run forward and backward once, and return the seconds that they took."""
     for leaf in leaves:
         leaf.grad = None
     synchronize()
@@ -232,7 +246,7 @@ def run_once(method: Method, leaves: list[Tensor]) -> float:
 
 
 def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[str, float]:
-    """Return the gradient error of each method at ERROR_BATCH."""
+    """Return the gradient error of each method at a global batch of ERROR_BATCH. Collective."""
     b = max(ERROR_BATCH // comm.size(), 1)
     leaves = make_leaves(b, args.width, args.scale, comm.rank())
     errors = {}
@@ -259,8 +273,10 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the worst results over all ranks, by method. Collective."""
-    warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
+    """Measure all methods. Return each method's results, each of which is the largest of all ranks. Collective."""
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # open_clip calls deprecated collectives of torch
     on_gpu = torch.cuda.is_available()
     precisions = args.precisions or (["fp32", "tf32", "bf16"] if on_gpu else [])
     methods = our_methods(precisions, max(args.batch, ERROR_BATCH))

@@ -1,19 +1,19 @@
-"""Measure how long a run waits for remote shards, with and without prefetching, and how much it fetches.
+"""Measure how long a run waits for remote shards, with and without prefetching, and how many bytes it fetches.
 
-    python tools/bench_remote.py                      starts a server on loopback with 50 MB/s and a latency of 200 ms
-    python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
-    python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
-    python tools/bench_remote.py --first              bytes that a run fetches before its first batch
-    python tools/bench_remote.py --manifest           size of the largest manifest when sent to a data worker, and CPU
-                                                      time to unpack it
+    python tools/bench_remote.py                      measures waits; a local server has 50 MB/s and 200 ms latency
+    python tools/bench_remote.py --load 0.6 0.9       measures waits of runs that need 0.6 and 0.9 of the bandwidth
+    python tools/bench_remote.py --ratio              measures bytes fetched per byte used at the default settings
+    python tools/bench_remote.py --first              computes the bytes that a run fetches before its first batch
+    python tools/bench_remote.py --manifest           measures a manifest with as many shards as DataComp-1B: its size
+                                                      when it is sent to a data worker, and the CPU time to unpack it
 
-The generated shards contain small images, each with a member of 100 KB, so that fetching takes long and decoding does
-not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive
-then. The cache is too small for the epoch.
+Waits are measured with generated shards. Each sample has a small image and another member of 100 KB, so fetching takes
+long and decoding does not. Instead of computing, a step sleeps. The first steps are not counted, because the workers
+start and the first shards arrive during these steps. The cache is too small for all shards of an epoch.
 
---ratio simulates two large data sets with their numbers of shards, and with the slots and the cache size that the
-defaults choose for them if the disk has enough space. Shards of 25 samples, read in windows of 10, stand for shards of
-10,000 samples and windows of 4,096.
+--ratio simulates LAION-400M and DataComp-1B, each with its real number of shards. The number of slots and the size of
+the cache are the defaults for these data sets on a host with enough disk space. To save time, the simulated shards have
+25 samples instead of 10,000, and the windows have 10 samples instead of 4,096.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from disco_ds.data.sources.load import count_slots, mix
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
-"""Size of the cache in GB. An epoch has 0.64 GB."""
+"""Size of the cache in GB. The shards of an epoch have 0.64 GB."""
 DATA_SETS = (("LAION-400M", 41_455, 9_900, 0.24), ("DataComp-1B", 140_000, 9_100, 0.352))
-"""Name, number of shards, samples per shard, GB per shard."""
+"""For each data set: name, number of shards, samples per shard, GB per shard."""
 WARM_UP, STEPS = 20, 100
 SMALL, RATIO_SHARDS = 25, 12
-"""For --ratio: samples per shard, and number of shards that every slot reads."""
+"""For --ratio: number of samples per shard, and number of shards that each slot reads during the measurement."""
 
 
 class Link:
-    """A bandwidth limit shared by all connections: `rate` bytes per second."""
+    """A bandwidth limit of `rate` bytes per second, which all connections share."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -93,7 +93,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         super().do_GET()
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
-        with suppress(ConnectionError):  # the loader may close while it is still fetching
+        with suppress(ConnectionError):  # the loader may close while it is still fetching a shard
             while block := source.read(2**17):
                 self._link.wait(len(block))
                 outputfile.write(block)
@@ -125,9 +125,10 @@ def make_shards(folder: Path) -> None:
 
 
 def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, float]:
-    """Return the seconds until the first step, and the fraction of the later steps spent waiting.
+    """Run the loader. Return the seconds until the first batch, and the fraction of the later time spent waiting.
 
-    `needed` is the rate at which the run needs data, in bytes/s.
+    `ahead` is the number of shards that each slot prefetches. `needed` is the number of bytes that the run needs per
+    second.
     """
     with tempfile.TemporaryDirectory() as cache:
         remote = {"cache": cache, "cache_gb": CACHE, "prefetch_shards": ahead}
@@ -162,7 +163,7 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
 
 
 class SameHandler(http.server.SimpleHTTPRequestHandler):
-    """Answers every request with the same shard and counts the requests."""
+    """Answers every request with the same shard, and records the path of the request in `asked`."""
 
     def __init__(self, *args: Any, body: bytes, asked: list[str], **options: Any) -> None:
         self._body, self._asked = body, asked
@@ -187,7 +188,13 @@ def name_shards(num_shards: int, samples: int, size: int, url: str) -> Manifest:
 
 
 def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
-    """Simulate the first of `hosts` hosts, with one rank each, on a data set with its default number of slots."""
+    """Simulate the first host of a run with the default number of slots, and return a line of the table.
+
+    Args:
+        num_shards: Number of shards of the data set.
+        gb: Size of a shard in GB.
+        hosts: Number of hosts. Each has one rank.
+    """
     data = DataSettings(shards="unused")
     real = name_shards(num_shards, 10_000, int(gb * 1e9), "")
     slots = count_slots(data, [real], hosts)
@@ -228,7 +235,8 @@ def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
                 raise RuntimeError(data_of_step.error)
         loader.close()
         server.shutdown()
-    # Between two counts, every slot reads one shard. During the first quarter, which is left out, the cache fills.
+    # Between two counts, every slot reads as many samples as a shard has. The first quarter of the counts is left out,
+    # because the cache is still being filled.
     first = RATIO_SHARDS // 4
     ratio = (counts[-1] - counts[first]) / (len(counts) - 1 - first) / (slots // hosts)
     return f"{slots:5} {hosts:5} {used / 1e9:10.0f} {room / 1e9:9.0f} {ratio:13.2f}"
@@ -246,7 +254,10 @@ def make_body() -> bytes:
 
 
 def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
-    """Count the shards that the first global batch needs, at the default number of slots."""
+    """Count the shards that the first global batch needs with the default number of slots. Return a line of the table.
+
+    The line also shows the size of these shards in GB and the seconds to fetch them.
+    """
     shards = tuple(Shard(str(i), samples, int(gb * 1e9)) for i in range(num_shards))
     source = Manifest(Path(), shards, tuple(shard.name for shard in shards))
     settings = DataSettings(shards="s3://bucket/{0..1}.tar")
@@ -259,7 +270,10 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
 
 
 def measure_manifest() -> str:
-    """Measure the size of DataComp-1B's manifest as sent to a data worker, and the time to unpack it."""
+    """Pickle a manifest with as many shards as DataComp-1B, as for a data worker, and unpickle it.
+
+    Return a line with its size and the CPU time to unpack it.
+    """
     _, num_shards, samples, gb = DATA_SETS[1]
     names = [f"{i:06d}.tar" for i in range(num_shards)]
     shards = tuple(Shard(name, samples, int(gb * 1e9) + i) for i, name in enumerate(names))
@@ -284,8 +298,16 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, default=50.0, help="bandwidth of the server, MB/s")
     parser.add_argument("--latency", type=float, default=200.0, help="latency of a response, ms")
-    parser.add_argument("--first", action="store_true", help="count bytes before the first batch")
-    parser.add_argument("--manifest", action="store_true", help="measure sending a manifest")
+    parser.add_argument(
+        "--first",
+        action="store_true",
+        help="compute the bytes that are fetched before the first batch",
+    )
+    parser.add_argument(
+        "--manifest",
+        action="store_true",
+        help="measure the size of a large manifest and the time to unpack it",
+    )
     parser.add_argument("--ratio", action="store_true", help="measure bytes fetched per byte used")
     args = parser.parse_args()
     torch.set_num_threads(1)

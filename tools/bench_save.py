@@ -1,11 +1,14 @@
-"""Measure how long a step waits for an asynchronous and a synchronous save, and for a plain copy of the state.
+"""Measure how long a training step waits for an asynchronous or a synchronous save, and how long a bare copy takes.
 
     python tools/bench_save.py --gb 1 4 --repeats 5 --folder /data/scratch
 
-It runs on one rank. The state is what a rank saves at ZeRO 1 with AdamW in fp32: master weights and two moments, in
-tensors of 64 MB, on the GPU if there is one. The files go to --folder, with checksums and fsync as in a run. The first
-asynchronous save is listed separately, because it allocates the host memory. The other results are medians. The plain
-copy is one copy_ of each tensor into the host memory that the save uses, right before each save except the first.
+The tool runs on one rank. The state consists of fp32 tensors of 64 MB, on the GPU if there is one. They stand for the
+master weights and the two AdamW moments that a rank saves at ZeRO 1. The files are written to a new folder in --folder,
+with checksums and fsync, as in a training run.
+
+A bare copy calls copy_ once for each tensor. It copies into the host memory that the save uses, and runs before each
+asynchronous save except the first. The first asynchronous save is shown in a separate column, because it also allocates
+that memory. All other results are medians.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def main() -> None:
 
 
 def measure(gb: float, repeats: int, folder: Path) -> str:
-    """Format a line of the table."""
+    """Measure copies and saves of a state of `gb` GB, and return a line of the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pieces = max(round(gb * 1e9 / PIECE), 1)
     state = {f"part {k}": torch.full((PIECE // 4,), float(k), device=device) for k in range(pieces)}
@@ -57,7 +60,8 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
 
     copies, stalls, written = [], [], []
     for number in range(repeats + 1):
-        # Copies and saves take turns, because after a save the kernel is still busy with the written data.
+        # After a save, the operating system is still busy with the written data. Copies and saves take turns, so that
+        # this slows down both of them.
         if number:
             copies.append(_seconds(bare))
         start = time.perf_counter()

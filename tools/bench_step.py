@@ -3,9 +3,12 @@
     python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
 
-Each method runs whole optimizer steps on random data. The methods alternate; times are medians. The phases are those of
-step.py: (1) the forward passes of the towers; (2) forward and backward of the loss, with its collectives; (3) the
-backward passes of the towers, the forward passes that GradAccum repeats, the gradient reduction and the update.
+A method is a loss with or without GradAccum. Each method runs whole optimizer steps on random data. The methods take
+turns, and the results are medians over the steps. A step has three phases (grad_accum.py):
+  forward               the forward passes of the towers
+  loss                  forward and backward of the loss, including its collectives
+  backward and update   the backward passes of the towers, the forward passes that GradAccum repeats, the reduction of
+                        the gradients, and the update
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
-    """Build a separate engine, and return a function that runs one step with it."""
+    """Build an engine for one method, and return a function that runs one training step with it."""
     precision: dict[str, Any] = {
         "torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}
     }
@@ -108,7 +111,10 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the ms of a step and its phases, and on a GPU the peak memory minus the memory at the start, in MiB."""
+    """Run a step. Return the milliseconds of the step and of its phases.
+
+    On a GPU, also return the peak memory of the step minus the memory at its start, in MiB.
+    """
     activities = [ProfilerActivity.CPU] + (
         [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     )
@@ -132,7 +138,7 @@ def measure(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the medians of each method: the largest that any rank has measured. Collective."""
+    """Measure all methods. Return each method's medians, each of which is the largest of all ranks. Collective."""
     whole = args.batch // comm.size()
     steps = {}
     for name in args.losses:
@@ -142,7 +148,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     for repeat in range(args.repeats + 1):
         for label, step in steps.items():
             if repeat == 0:
-                step()  # warmup: allocates buffers and chooses kernels
+                step()  # a warmup step, which allocates buffers and chooses kernels
             else:
                 rows[label].append(measure(step))
     medians = {

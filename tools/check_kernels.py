@@ -1,18 +1,25 @@
-"""Check the kernels on this GPU: Triton and torch at every precision against float64, and their speed.
+"""Check the Triton kernels on this GPU, and measure their speed.
 
-    python tools/check_kernels.py --budget 540            works in parts: repeat the command until no slice is left
-    python tools/check_kernels.py --only "forced bf16 *"
+    python tools/check_kernels.py --budget 540            works for up to 540 s; repeat it until no slice is left
+    python tools/check_kernels.py --only "forced bf16 *"  runs only some slices
 
-The checks are divided into slices, each of which runs in a separate process (see slices.py):
-  default P    tiles and blocks at precision P with the configuration that is used without autotuning
-  losses P     whole losses as a trainer calls them (loss_checks.py)
-  float64      this GPU's float64 results, the reference of all other slices, against the CPU's
-  far          rows, columns and tiles whose offset in their tensor exceeds 2^31 elements
-  forced P C   tiles with one of the configurations that the autotuner may choose; 16-bit results must repeat exactly
-  rates P      registers and speed of the configurations that the autotuner does choose, and speed of torch's products
+At each precision, the results of Triton and of torch are compared with float64 results. The error of a result is its
+largest difference from float64, divided by the largest float64 value. A check fails if Triton's error exceeds twice
+torch's error by more than rounding explains (tile_checks.py). For losses, the error of a gradient is measured by the
+norms of its rows, and there are additional limits (loss_checks.py).
 
-An error is the largest difference divided by the largest true value. Triton's error may be at most twice torch's
-at the same precision. The exit code is 1 if a check fails, a slice crashes or takes too long, or there is no GPU.
+The work is divided into slices (slices.py), each of which runs in a separate process. P is a precision, and C is a
+configuration of a kernel, which consists of block sizes, numbers of warps and stages, and flags:
+  default P    checks tiles, and blocks of tiles, with the configuration that is used without autotuning
+  losses P     checks complete losses, called as in training (loss_checks.py)
+  float64      compares the float64 results of this GPU with those of a CPU
+  far          checks rows, columns and tiles that lie more than 2^31 elements after the start of their tensor
+  forced P C   checks tiles with a configuration that the autotuner may choose. In fp16 and bf16, it also checks that
+               repeated results are bitwise equal
+  rates P      measures registers and speed of the configurations that the autotuner chooses, and the speed of torch's
+               matrix products
+
+The exit code is 1 if a check fails, if a slice crashes or takes too long, or if there is no GPU (without --rehearse).
 """
 
 from __future__ import annotations
@@ -69,19 +76,19 @@ PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
 @dataclass(frozen=True)
 class Sizes:
     square: Tile
-    """Default tile of functions that write an output as large as the tile."""
+    """Default tile of the functions that write weights, which are as large as the tile."""
     wide: Tile
-    """Default tile of functions whose outputs are all smaller than the tile."""
+    """Default tile of the functions that compute only sums and maxima of rows and columns."""
     block: Tile
-    """Several default tiles, with an incomplete last one."""
+    """Block for the check with default tiles. In FULL, it is larger than the default tile of weights."""
     ragged: Tile
     others: tuple[Tile, ...]
     batch: int
-    """Global batch of whole losses."""
+    """Global batch of the slices that check losses."""
     far: int
-    """Number of elements before the checked ones."""
+    """Number of elements that precede the checked ones in their tensor."""
     repeats: int
-    """How often the bits of a 16-bit result are compared."""
+    """Number of repetitions of a 16-bit result that are compared bitwise with the first result."""
 
 
 FULL = Sizes(
@@ -116,7 +123,10 @@ def factors(tile: Tile) -> list[Tensor]:
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Check every way in which an offset can exceed `beyond` elements. For 2^31 elements, this takes 9 GB of memory."""
+    """Check rows, columns, kept exponentials and weights that lie more than `beyond` elements into their tensor.
+
+    For 2^31 elements, this takes 9 GB of memory.
+    """
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, D, tiling = (
@@ -132,7 +142,7 @@ def check_far(beyond: int, record: Record) -> None:
     true = (near.double() @ last.double().T * scale - shift).exp()
 
     def note(name: str, got: Tensor, right: Tensor, like: torch.dtype = torch.float32) -> None:
-        """Record the error of `got`, next to that of `right` rounded to the dtype `like`."""
+        """Record the error of `got`. The allowed error depends on the error of rounding `right` to the dtype `like`."""
         keep(record, "far", Check(name, error(got, right), error(right.to(like), right)))
 
     with slices.case(record, case="far rows and columns"):
@@ -169,7 +179,7 @@ def check_far(beyond: int, record: Record) -> None:
 
 
 def check_default(precision: str, sizes: Sizes, record: Record) -> None:
-    # In deterministic mode, no configurations are timed, and torch.empty fills its memory with NaN.
+    # In deterministic mode, the kernels are not autotuned, and torch.empty fills its memory with NaN.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     check_square(precision, sizes, record)
@@ -193,7 +203,10 @@ def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> N
 
 
 def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
-    """Count results whose bits differ from those of the first. A race between copies and products can cause this."""
+    """Compute each result repeatedly, and count how often its bits differ from the first result.
+
+    A race between the copies of operands and the matrix multiplications can cause such differences.
+    """
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, m = sizes.square.n, sizes.square.m
@@ -218,7 +231,7 @@ def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
 
 
 def check_square(precision: str, sizes: Sizes, record: Record) -> None:
-    """Check the default tiles, and one whose sizes are not multiples of the block sizes."""
+    """Check both default tiles, and a tile whose sizes are not multiples of the block sizes."""
     tiling = Tiling(None, precision, "triton")
     check_tile(sizes.square, tiling, record)
     check_tile(sizes.wide, tiling, record, sums_on_tile)
@@ -246,7 +259,7 @@ def configurations(precision: str) -> list[Any]:
 
 
 def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
-    """Return the work of each slice, in order."""
+    """Return all slices, and for each the function that runs it."""
     found: dict[Slice, Callable[[Record], None]] = {}
     for precision in PRECISIONS:
         found[Slice(f"default {precision}", 100, alone=False)] = partial(
@@ -276,7 +289,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "--jobs",
         type=int,
         default=4,
-        help="slices at a time; those that measure rates run alone (default: 4)",
+        help="number of slices that run at the same time; slices that measure rates run alone (default: 4)",
     )
     args = slices.parse(parser, argv, FOLDER)
     if not (torch.cuda.is_available() or args.rehearse):
@@ -309,12 +322,12 @@ def failures(name: str, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def does_not_fit(name: str, record: dict[str, Any]) -> bool:
-    """Return whether the error says that a forced configuration needs more shared memory than this GPU has."""
+    """Return whether a forced configuration failed because it needs more shared memory than this GPU has."""
     return name.startswith("forced") and record.get("problem", "").startswith("OutOfResources")
 
 
 def show(name: str, outcome: Outcome) -> str:
-    """Describe the result of a slice that has ended."""
+    """Describe the result of a slice that has ended: one line, and a line for each failed check."""
     lines = [in_a_line(name, outcome)]
     for x in failures(name, outcome):
         errors = f": Triton {x['triton']:.1e}, torch {x['torch']:.1e}" if "triton" in x else ""
@@ -334,7 +347,7 @@ def in_a_line(name: str, outcome: Outcome) -> str:
 
 
 def summary(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """Return lines on the machine, every slice and every rate."""
+    """Yield the lines of the summary: the machine, each slice, and a table of the measured rates."""
     yield ""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
         yield f"{where['device']}, {where['date']}, " + ", ".join(

@@ -1,7 +1,7 @@
-"""Build the sdist and the wheel into dist/ and try the wheel in a new environment (`make wheel`).
+"""Build the sdist and the wheel, try the wheel in a temporary environment, and copy both to dist/ (`make wheel`).
 
-The temporary environment sees the packages that are installed for this Python, so nothing is downloaded. Only disco_ds
-comes from the wheel.
+In the temporary environment, disco_ds comes from the wheel. All other packages are those of the Python that runs this
+tool, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILD = (
     "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 )
 FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
-"""Folder in the installed package -> folder in the repository, whose data files must all be in the wheel."""
+"""Folder inside the installed package -> folder in the repository. The wheel must contain all data files of it."""
 SUFFIXES = {".yaml", ".json", ".md", ".tar"}
 
 
@@ -42,7 +42,10 @@ def main() -> int:
 
 
 def build(work: Path) -> Path:
-    """Build from a copy of the repository, because setuptools leaves files that a later build would read."""
+    """Build the sdist and the wheel, and return the wheel.
+
+    They are built in a copy of the repository, because setuptools leaves files behind that a later build would read.
+    """
     copy, dist = work / "source", work / "dist"
     dist.mkdir()
     files = subprocess.run(
@@ -59,7 +62,7 @@ def build(work: Path) -> Path:
 
 
 def expected() -> list[str]:
-    """Return the names that the wheel must contain."""
+    """Return the paths of the data files that the wheel must contain."""
     found = []
     for inside, folder in FOLDERS.items():
         files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
@@ -69,7 +72,12 @@ def expected() -> list[str]:
 
 
 def try_out(wheel: Path, env: Path, work: Path) -> None:
-    """Install the wheel and run it; raise CalledProcessError if that fails."""
+    """Install the wheel in a new environment, and run `disco-ds` from it.
+
+    Raises:
+        subprocess.CalledProcessError: If a command fails.
+        RuntimeError: If disco_ds is not imported from the new environment.
+    """
     venv.create(env, with_pip=False)
     python = env / "bin" / "python"
     command = [
@@ -84,8 +92,8 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
         str(wheel),
     ]
     subprocess.run([*command, "--no-index"], check=True)
-    # others.pth appends this Python's packages to the path. They come after disco_ds of the wheel, because they may
-    # contain disco_ds of the checkout.
+    # others.pth makes the packages of this Python importable. It appends them to the end of the path, so that disco_ds
+    # is imported from the wheel even if these packages include a disco_ds that is installed from the repository.
     (site,) = (env / "lib").glob("python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")] or [
         sysconfig.get_paths()["purelib"]

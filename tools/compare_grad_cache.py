@@ -3,21 +3,28 @@
     python -m venv compare_env && compare_env/bin/pip install --editable . transformers sentence-transformers GradCache
     compare_env/bin/python tools/compare_grad_cache.py
 
-It needs a separate environment, because nothing else in this repository uses those packages; all contenders use the
-torch of that environment. Every contender computes the same gradient: that of CLIP's loss in both directions over the
-global batch. One BERT (the shape of BERT-tiny, random weights) encodes both sides, with dropout. It runs under
-DistributedDataParallel on CPU ranks of one thread (gloo). A step consists of forward passes, loss and backward passes,
-without an optimizer. Each contender has separate processes. They take turns: one step of each, then one of each in the
-opposite order. The time of a step is that of the slowest rank. The table shows medians over steps. In the column
-"against", a time is divided by that of the first contender in the same turn. On a busy machine, CPU seconds are more
-reliable than seconds.
+The separate environment is needed because nothing else in this repository uses these packages. All contenders use the
+torch of this environment.
 
-Peak memory is the growth of a rank's resident set during its first step; the rank with the largest growth counts. The
-error is |gradient - true| / |true| over all weights; it is measured without dropout, at a smaller batch
-(--error-batch). The true gradient is that of the whole batch in one graph, in one process and float64. `factor` is the
-multiple of the true gradient that was found (1 is right), and `error / factor` is the error that remains after the
-gradient is divided by `factor`. GradCache 0.0.1 on PyPI is installed as gradcache, but its modules import each other as
-grad_cache, so both names are defined here.
+Every contender computes the same gradient: the gradient of CLIP's loss (both directions) over the global batch. One
+BERT with random weights and dropout encodes both texts of a pair; it has the shape of BERT-tiny. It runs under
+DistributedDataParallel (gloo) on CPU ranks with one thread each. A step consists of the forward passes, the loss and
+the backward passes. There is no optimizer.
+
+Each contender runs in separate processes. The contenders take turns: each runs one step, then each runs one step in
+the opposite order, and so on. The time of a step is the time of the slowest rank. The columns of the table:
+  s a step         median time of a step; `from` and `to` are the shortest and the longest time
+  against NAME     median of the time divided by the time of the first contender, NAME, in the same turn
+  CPU s            median CPU time of a step, which is more reliable than the time on a busy machine
+  peak MiB         growth of the resident set of a rank during its first step. `in all` is the resident set at the peak.
+                   Both are for the rank with the largest value.
+  error            |gradient - true| / |true| over all weights, without dropout, at the smaller batch --error-batch.
+                   `true` is computed in float64, in one process, with the whole batch in one graph.
+  factor           the multiple of `true` that best approximates the gradient; 1 is correct
+  error / factor   the error that remains after the gradient is divided by `factor`
+
+GradCache 0.0.1 on PyPI is installed as gradcache, but its modules import each other as grad_cache. Therefore this tool
+makes the package available under both names.
 """
 
 from __future__ import annotations
@@ -52,11 +59,11 @@ SCALE = 20.0  # sentence-transformers' default
 VOCABULARY = 30_522
 Side = dict[str, Tensor]
 Step = Callable[[tuple[Side, Side]], object]
-"""Takes this rank's pairs, and leaves the gradient in the parameters."""
+"""A function that runs a step with this rank's pairs and leaves the gradient in the parameters."""
 
 
 class Encoder(nn.Module):
-    """A BERT whose output is the normalized mean of the last layer over the tokens."""
+    """A BERT. Its output is the mean of the last layer over the tokens of a text, normalized."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -79,7 +86,10 @@ class Encoder(nn.Module):
 
 
 def make_pairs(count: int, length: int) -> tuple[Side, Side]:
-    """Return random texts and copies with half of the tokens redrawn; none is padded."""
+    """Return pairs of token sequences without padding.
+
+    The first text of a pair is random. The second is a copy of the first in which about half of the tokens are redrawn.
+    """
     generator = torch.Generator().manual_seed(1)
     first, other = (
         torch.randint(1000, VOCABULARY, (count, length), generator=generator) for _ in "ab"
@@ -93,13 +103,16 @@ def make_pairs(count: int, length: int) -> tuple[Side, Side]:
 
 
 def take(pairs: tuple[Side, Side], rank: int, ranks: int) -> tuple[Side, Side]:
-    """Return one rank's pairs of the global batch."""
+    """Return the pairs of the global batch that belong to one rank."""
     first, second = ({key: x.chunk(ranks)[rank] for key, x in side.items()} for side in pairs)
     return first, second
 
 
 def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """Build sentence-transformers' CachedMultipleNegativesRankingLoss in both directions, as its trainer uses it."""
+    """Build the contender sentence-transformers: its CachedMultipleNegativesRankingLoss in both directions.
+
+    The loss is called as in sentence-transformers' trainer.
+    """
     from sentence_transformers import SentenceTransformer, losses, util
 
     class Adapter(nn.Module):
@@ -129,7 +142,10 @@ def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 
 
 def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """Build GradCache as its README does for DDP and a tied encoder, but with its loss in both directions."""
+    """Build the contender GradCache as in its README for DDP and one encoder for both sides.
+
+    Unlike in the README, the loss covers both directions.
+    """
     if find_spec("grad_cache") is None:
         sys.modules["grad_cache"] = importlib.import_module("gradcache")
     losses = importlib.import_module("grad_cache.loss")
@@ -148,10 +164,11 @@ def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 
 
 def ours(name: str, part: int = 1) -> Callable[[nn.Module, int], tuple[nn.Module, Step]]:
-    """Return a function that builds contrastive_step with one of our losses.
+    """Return a function that builds the contender contrastive_step with a loss of this package.
 
-    The graph of a micro-batch contains both sides here, but only one side in the other packages. `part` divides the
-    micro-batch: with 2, our graph contains as many texts as theirs.
+    In contrastive_step, the graph of a micro-batch contains both texts of each pair. In the other packages, it contains
+    only one of them. The micro-batch is divided by `part`: with part=2, the graph of contrastive_step contains as many
+    texts as the graphs of the other packages.
     """
 
     def build(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
@@ -172,11 +189,11 @@ def ours(name: str, part: int = 1) -> Callable[[nn.Module, int], tuple[nn.Module
 @dataclass(frozen=True)
 class Contender:
     build: Callable[[nn.Module, int], tuple[nn.Module, Step]]
-    """Builds the wrapped model and its step from the encoder and the micro-batch. Collective."""
+    """Builds the encoder wrapped in DDP, and the step, from the encoder and the micro-batch. Collective."""
     package: str = ""
-    """Name on PyPI; empty for ours."""
+    """Name of the package on PyPI; empty for this package."""
     modules: tuple[str, ...] = ()
-    """The package is installed if any of these modules is found."""
+    """Names of the package's module. The package counts as installed if one of them is found."""
 
 
 CONTENDERS = {
@@ -191,7 +208,7 @@ CONTENDERS = {
 
 
 class Ranks:
-    """The processes of one contender, which wait for commands."""
+    """The processes of one contender, one for each rank. They wait for commands."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
@@ -209,7 +226,11 @@ class Ranks:
             self.processes.append(process)
 
     def call(self, command: str) -> list[Any]:
-        """Return the answer of each rank; raise RuntimeError with the traceback of the first rank that fails."""
+        """Send a command to all ranks, and return the answer of each rank.
+
+        Raises:
+            RuntimeError: With the traceback of the first rank that fails.
+        """
         for pipe in self.pipes:
             pipe.send(command)
         answers: dict[Any, Any] = {}
@@ -227,10 +248,10 @@ class Ranks:
 
 
 def serve(name: str, rank: int, port: int, args: argparse.Namespace, pipe: Any) -> None:
-    """Run one rank of one contender, which answers each command with a result or a traceback."""
+    """Run one rank of one contender. It answers each command with a result or, after an error, a traceback."""
     try:
         torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # the other packages use deprecated functions of torch
+        warnings.simplefilter("ignore")  # the other packages call deprecated functions of torch
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo")
@@ -265,7 +286,7 @@ def gradient_of(encoder: nn.Module) -> Tensor:
 
 
 def true_gradient(args: argparse.Namespace) -> Tensor:
-    """Return the true gradient of --error-batch pairs, computed in one graph, in one process and in float64."""
+    """Return the float64 gradient of --error-batch pairs, computed in this process with all pairs in one graph."""
     encoder = Encoder(args).double().eval()
     first, second = (encoder(**side) for side in make_pairs(args.error_batch, args.length))
     logits, target = SCALE * first @ second.T, torch.arange(args.error_batch)
@@ -274,7 +295,7 @@ def true_gradient(args: argparse.Namespace) -> Tensor:
 
 
 def compare_gradients(got: Tensor, true: Tensor) -> dict[str, float]:
-    """Return the error, the multiple of the true gradient in `got`, and the error without that multiple."""
+    """Return `error`, `factor` and `error / factor` of a gradient, as defined in the module's docstring."""
     got, length = got.double(), true.norm()
     factor = got @ true / length**2
     return {
@@ -285,12 +306,12 @@ def compare_gradients(got: Tensor, true: Tensor) -> dict[str, float]:
 
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the worst results over all ranks, by contender."""
+    """Measure the contenders in turn. Return, for each of them, the worst results of all ranks."""
     true = true_gradient(args)
     rows: dict[str, dict[str, Any]] = {}
     contenders = [Ranks(name, args) for name in names]
     try:
-        # This is the first step, so its peak includes the parameters' gradients and DDP's buckets.
+        # The peak is measured in the first step, so it includes the gradients of the parameters and DDP's buckets.
         for ranks in contenders:
             beyond, whole = (max(values) for values in zip(*ranks.call("peak"), strict=True))
             rows[ranks.name] = {"peak": beyond, "resident": whole, "seconds": [], "cpu": []}
@@ -339,7 +360,7 @@ def describe(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def missing(names: list[str]) -> list[str]:
-    """Return the packages that these contenders need and this environment lacks."""
+    """Return the packages that these contenders need but that are not installed."""
     asked = (CONTENDERS[name] for name in names)
     return [x.package for x in asked if x.modules and not any(map(find_spec, x.modules))]
 

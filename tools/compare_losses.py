@@ -1,10 +1,11 @@
-"""Train the quickstart with several losses and seeds on the same number of samples; print means and spreads.
-
-It asks the same question as FastCLIP's tables, on a small scale: Which loss learns most from small batches? Each run
-has one process and one thread; `--jobs` runs take place at a time, and finished runs are not repeated.
+"""Train the quickstart with several losses and seeds, all on the same number of samples, and compare the accuracies.
 
     python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...]
-    python tools/compare_losses.py --of fastclip_v3 optim.tau_lr=1e-4          a setting of one loss only
+    python tools/compare_losses.py --of fastclip_v3 optim.tau_lr=1e-4          changes a setting for one loss only
+
+Like FastCLIP's tables, but on a small scale, this shows which loss learns most from small batches. The tool prints a
+table with the mean and standard deviation over seeds, and draws a picture. Each run has one process with one thread,
+and --jobs runs take place at a time. Runs that have already finished are not repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from disco_ds.losses import list_losses
 
 LOSSES = ("clip", "siglip", "sogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
 WARMUP_SAMPLES = 5120
-"""The recipe's warmup, 40 steps of 128 samples. It is the same number of samples at any batch size."""
+"""Length of the warmup in samples at every batch size. The quickstart recipe has 40 warmup steps of 128 samples."""
 SHOWN = {
     "eval/validation_top1": "validation top-1",
     "eval/validation_top5": "top-5",
@@ -34,7 +35,7 @@ Results = dict["Cell", list[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table: the same run with each seed."""
+    """One row of the table: runs that differ only in their seeds."""
 
     loss: str
     batch: int
@@ -69,7 +70,7 @@ def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
 
 
 def spread(values: Iterable[float]) -> str:
-    """Return the mean and standard deviation over seeds, in percent."""
+    """Format the mean and standard deviation of fractions, in percent."""
     percent = [100 * value for value in values]
     return (
         f"{mean(percent):.1f} ± {stdev(percent):.1f}" if len(percent) > 1 else f"{percent[0]:.1f}"
@@ -88,7 +89,7 @@ def describe(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw a point for each run and a bar for the mean, by loss and batch."""
+    """Draw a bar with the mean accuracy for each loss, batch and optimizer, and a point for each run."""
     from matplotlib import pyplot
 
     keys = ("eval/validation_top1", "eval/unseen_top1")

@@ -1,10 +1,13 @@
-"""Compare disco_fused at each precision, and open_clip's loss with amp_bf16, to float64; print a table.
+"""Print a table of gradient errors: disco_fused at each precision, and open_clip's loss with amp_bf16.
 
-    python tools/compare_precision.py                                 4,096 pairs of width 512, as in docs/exactness.md
+    python tools/compare_precision.py           4,096 pairs of width 512, as in docs/exactness.md
 
-All losses get the same unit rows in fp32. The error is |gradient - true| / max(|true|, scale / batch), where |.| is the
-largest norm of a row; the worse side counts. On a CPU, factors are rounded as a GPU's tensor cores round them, and sums
-are fp32 on both. The table is therefore also valid for a GPU, which only adds in a different order.
+All losses get the same unit rows in fp32. The error of a gradient is |gradient - true| / max(|true|, scale / batch),
+where `true` is the float64 gradient of disco_fused, and |.| is the largest norm of a row. The table shows the larger of
+two errors: that of the image gradient and that of the text gradient.
+
+The tool runs on a CPU, but the errors of disco_fused are also valid for a GPU. On both devices, the operands of matrix
+multiplications are rounded in the same way, and sums are in fp32. Only the order of the additions differs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from disco_ds.losses import Embeddings, build_loss
 
 SCALES = (14.3, 100.0)
 NOISE = {"random": None, "typical": 2.0, "aligned": 0.05}
-"""Noise of texts relative to their images; None: texts are independent of images."""
+"""Noise of texts relative to their images. None: texts are independent of images."""
 OURS: dict[str, dict[str, Any]] = {
     "fp16 (auto on a GPU)": {"precision": "fp16"},
     "fp16, `store: true`": {"precision": "fp16", "store": True},
@@ -51,7 +54,7 @@ def ours(image: Tensor, text: Tensor, scale: float, **options: Any) -> Gradients
 
 
 def open_clip(image: Tensor, text: Tensor, scale: float) -> Gradients:
-    """Call open_clip's loss as its trainer does with --precision amp_bf16."""
+    """Compute the gradients of open_clip's loss, called as in open_clip's trainer with --precision amp_bf16."""
     leaves = [x.clone().requires_grad_() for x in (image, text)]
     with torch.autocast(image.device.type, torch.bfloat16):
         loss = ClipLoss()(*leaves, torch.tensor(scale))
@@ -70,7 +73,7 @@ def error(got: Gradients, true: Gradients, scale: float) -> float:
 
 
 def measure(B: int, D: int) -> dict[str, list[float]]:
-    """Return the errors by method, for every kind of pairs at every scale."""
+    """Return the errors of each method: one error for each combination of a kind of pairs and a scale."""
     table: dict[str, list[float]] = {name: [] for name in (OPEN_CLIP, *OURS)}
     for kind in NOISE:
         image, text = make_pairs(kind, B, D)

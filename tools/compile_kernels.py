@@ -1,18 +1,23 @@
-"""Compile the Triton kernels for GPUs that this machine does not have, and list what the machine code uses.
+"""Compile the Triton kernels for GPUs that this machine does not have, and list the resources that they use.
 
     python tools/compile_kernels.py                                          all kernels for all GPUs
     python tools/compile_kernels.py --arch 90 --kernels exp_sums --precisions fp16 --widths 512 768
 
-It needs neither a GPU nor a driver, because Triton includes NVIDIA's assembler. The exit code is 1 if a kernel does not
-compile. The columns are:
+The tool needs neither a GPU nor a driver, because Triton includes NVIDIA's assembler. The exit code is 1 if a kernel
+does not compile.
+
+A block is the part of a tile that one program of a kernel computes at a time. The product is the matrix multiplication
+of a block. The columns are:
+  block     rows x columns of a block, number of warps (w) and of pipeline stages (s); p marks persistent programs, each
+            of which computes several blocks
   regs      registers per thread
-  spilled   bytes of spilled registers
-  shared    shared memory
-  fit       number of programs that fit on a multiprocessor
-  matrix    the matrix instruction
-  product   cycles that the product takes at the full rate of a multiprocessor's cores
-  issue     cycles that a multiprocessor's four schedulers take to issue all instructions of a block, including the
-            product's loop, but not those for pairs and edges
+  spilled   bytes of spilled registers per thread
+  shared    shared memory of a program
+  fit       number of programs that fit on a multiprocessor; "no" if a program needs more shared memory than it may take
+  matrix    name of the matrix instruction
+  product   cycles that the product of a block takes at the full rate of a multiprocessor
+  issue     cycles that the four schedulers of a multiprocessor take to issue the instructions of a block. They include
+            the product, but not the instructions that mask positive pairs, groups and the edges of the tile
 """
 
 from __future__ import annotations
@@ -35,10 +40,13 @@ from triton.compiler import ASTSource
 from disco_ds.losses.kernels import triton_kernels as kernels
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200, RTX 5090."""
+"""KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200 and RTX 5090."""
 TYPES = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 FLOP_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 2048}
-"""Rate of one multiprocessor's tensor cores with 16-bit factors. For tf32 it is half; fp32 uses the plain cores."""
+"""FLOP per cycle of the tensor cores of one multiprocessor, for 16-bit operands.
+
+For tf32 operands, the rate is half as high. Products in fp32 do not use the tensor cores.
+"""
 VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "exp_sums": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
     "exp_sums+maxima": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": True}),
@@ -52,10 +60,10 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "exp_weights+groups": ("exp_weights_kernel", {}),
     "sigmoid+groups": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
 }
-"""The kernels that the losses launch, with their flags."""
+"""The kernels that the losses launch: label -> (name of the kernel, flags)."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
-"""Arguments that the launch does not declare as divisible by 16."""
+"""Arguments for which Triton does not compile a version for multiples of 16 (see _jit in triton_kernels.py)."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,13 @@ class Compiled:
     product_cycles: float
     issue_cycles: float
     epilogue_cycles: float
-    """Part of issue_cycles outside the product's loop."""
+    """The part of issue_cycles that is spent outside the loop of the product."""
     warps: int
     arch: int
 
     @property
     def programs(self) -> int:
-        """Return how many programs fit on a multiprocessor."""
+        """Return how many programs fit on a multiprocessor at the same time."""
         by_memory = (SHARED[self.arch] + 1) * 1024 // (self.shared_bytes + 1024)
         return min(by_memory, 65536 // (self.registers * self.warps * 32))
 
@@ -86,13 +94,13 @@ class Compiled:
 def compile_kernel(
     variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool = False
 ) -> Compiled:
-    """Compile a kernel for the types, alignment and flags with which triton_tiles launches it for a large tile.
+    """Compile a kernel with the types, alignment and flags with which triton_tiles.py launches it for a large tile.
 
     Args:
         strided: Whether the rows are neither contiguous nor aligned.
 
     Raises:
-        Exception: Any error of Triton.
+        Exception: If the kernel does not compile. It may be any error of Triton.
     """
     name, flags = VARIANTS[variant]
     function = getattr(kernels, name).fn
@@ -105,7 +113,7 @@ def compile_kernel(
     groups = {"row_groups", "column_groups"}
     if not variant.endswith("+groups"):
         constants |= dict.fromkeys(groups)
-    # Pointers other than those to factors, groups and `out` point to fp32 vectors.
+    # Pointers to the factors (r and c), to groups and to `out` have other types. All remaining pointers are to fp32.
     of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
     signature, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
@@ -154,7 +162,8 @@ def compile_kernel(
         ),
         "FFMA",
     )
-    # If the compiler cannot keep the sums of asynchronous products apart from other work, it waits after every product.
+    # If the compiler cannot keep the accumulators of asynchronous matrix instructions apart from other work, the
+    # program waits after every such instruction. In that case, all of them are marked gsb0 in the machine code.
     products = [rest for _, name, rest in INSTRUCTION.findall(code) if name.startswith("HGMMA")]
     if matrix == "wgmma" and all("gsb0" in rest for rest in products):
         matrix = "wgmma, serial"
@@ -170,7 +179,7 @@ def _by_position(function: Any, constants: dict[str, Any]) -> Iterator[tuple[int
 
 
 def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
-    """Return the resource usage (registers, stack) and the listing of the machine code."""
+    """Return the resource usage (REG and STACK) and the listing of the machine code."""
     tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -189,12 +198,14 @@ MATRIX = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "FFMA")
 
 
 def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[int, int]:
-    """Count the instructions that one warp issues: all of them, and those outside the product's loop.
+    """Count the instructions that one warp issues for a block: all of them, and those outside the loop of the product.
 
-    The loop runs `passes` times. It is the code between a backward jump and its target that contains the most matrix
-    instructions. Instructions for pairs and edges are not counted, because few blocks have pairs or edges. They are
-    recognized in this way: a forward jump skips them, and they contain a selection (FSEL) for at least half of a
-    thread's elements.
+    The loop of the product is found in this way: of all code between a backward jump and its target, it contains the
+    most matrix instructions. It runs `passes` times.
+
+    Instructions that mask positive pairs, groups and the edges of the tile are not counted, because few blocks need
+    them. They are found in this way: a forward jump skips them, and they contain a selection (FSEL) for at least half
+    of the `elements` that a thread computes.
     """
     listed = [
         (int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"
@@ -211,7 +222,8 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
         names = between(jump[1], jump[0])
         return sum(name.startswith(MATRIX) for name in names), -len(names)
 
-    # A backward jump over no matrix instructions returns from code that the compiler has moved to the end.
+    # Ignore backward jumps without matrix instructions between jump and target. They only return from code that the
+    # compiler has moved to the end.
     back = [jump for jump in jumps if jump[1] < jump[0] and products(jump)[0]]
     end, start = max(back, key=products) if back else (-1, 0)
     masks = [
@@ -221,7 +233,8 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
     ]  # fmt: skip
     inside = len(between(start, end)) if back else 0
     skipped = len({at for low, high in masks for at, *_ in listed if low <= at <= high})
-    # A persistent program's loop contains the epilogue. A jump skips it in all passes of a block except the last.
+    # In a persistent program, the loop of the product also contains the epilogue. In all passes of a block except the
+    # last, a jump skips the epilogue.
     epilogue = 0
     for at, to in jumps:
         names = between(at + 1, to - 1)
@@ -251,7 +264,7 @@ def parse_args() -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="I",
-        help="indices of configurations (default: all)",
+        help="indices into each kernel's list of configurations (default: all)",
     )
     parser.add_argument(
         "--strided", action="store_true", help="use rows that are neither contiguous nor aligned"
@@ -260,7 +273,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def cases(variant: str, precision: str, arch: int) -> list[triton.Config]:
-    """Return the configurations that triton_tiles would time for a large tile with contiguous, aligned rows."""
+    """Return the configurations that the autotuner would time for a large tile with contiguous, aligned rows."""
     dtype = {
         "fp32": torch.float32,
         "tf32": torch.float32,
@@ -294,14 +307,14 @@ def main() -> int:
 def show(
     variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool
 ) -> bool:
-    """Print a line and return whether the kernel compiled."""
+    """Compile a kernel, print a line of the table, and return whether it compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
     block += " p" * sizes.get("PERSISTENT", False)
     head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<17}"
     try:
         x = compile_kernel(variant, precision, D, config, arch, strided)
-    except Exception as error:  # the error that a user's first step would raise
+    except Exception as error:  # a user's first training step would raise the same error
         lines = str(error).strip().splitlines() or [""]
         print(f"{head}{type(error).__name__}: {lines[-1][:150]}", flush=True)
         return False

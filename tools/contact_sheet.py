@@ -1,10 +1,11 @@
-"""Draw a sheet of a data set's images with their captions. The samples are selected by position only.
+"""Draw a sheet of images from a data set, with their captions.
 
     python tools/contact_sheet.py bundled:emoji/train --out sheet.png
     python tools/contact_sheet.py bundled:emoji/{train,validation,unseen} --group '{json[vendor]}' --out docs/emoji.png
 
-Of a group's n samples, the samples i * n // count are shown for i = 0 ... count - 1, in the order of the shards;
---shift k shows the k-th sample after each of them instead.
+The images are selected only by their position, evenly spaced. The n samples of a group are numbered from 0 in the order
+of the shards, and the samples i * n // count are shown for i = 0 ... count - 1. With --shift k, the k-th sample after
+each of them is shown instead; after the last sample of the group, counting continues with the first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from disco_ds.config import DataSettings
 from disco_ds.data import ImageSpec, Manifest, load_manifest, read_all, read_labels, resolve_shards
 
 COLUMNS, WIDTH, LINES, LINE = 12, 120, 3, 14
-"""Images per row; width of a cell in pixels; maximum lines of a caption; height of a line in pixels."""
+"""Images per row; minimum width of a cell in pixels; maximum lines of a caption; height of a line in pixels."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,7 +35,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--count", type=int, default=12, help="images per group (default: 12)")
     parser.add_argument(
-        "--shift", type=int, default=0, help="show the K-th sample after each one (default: 0)"
+        "--shift",
+        type=int,
+        default=0,
+        help="show the sample SHIFT positions after each selected one (default: 0)",
     )
     parser.add_argument(
         "--group", default="all", help="template to group the samples by, e.g. {json[vendor]}"
@@ -52,7 +56,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
-    """Return the samples to show: sample id -> title of the sample's group."""
+    """Choose the samples to show. Return a dictionary: sample id -> title of the sample's group."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(read_labels(manifest, args.group)):
         groups[group or "no group"].append(index)
@@ -71,7 +75,7 @@ def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
 
 
 def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[Image.Image, str]]]:
-    """Read the images and captions to show, by title."""
+    """Read the samples to show. Return the title of each group with its images and captions."""
     manifest = load_manifest(resolve_shards(shards))
     chosen = choose(manifest, args)
     settings = DataSettings(shards=shards, image_key=args.image_key)
@@ -85,7 +89,7 @@ def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[I
 
 
 def draw(blocks: dict[str, list[tuple[Image.Image, str]]], size: int) -> Image.Image:
-    """Draw all blocks below each other; captions are cut after three lines."""
+    """Draw all blocks, one below the other. Captions are cut after LINES lines."""
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     small, bold = (
         ImageFont.truetype(str(fonts / name), 11)

@@ -1,6 +1,7 @@
-"""Train, evaluate and export the quickstart on up to 8 GPUs, or on two CPU ranks if there are none (`make demo`).
+"""Train, evaluate and export the quickstart (`make demo`).
 
-All output goes to runs/demo.log. Lines of the launcher and of the libraries are not shown.
+The quickstart runs on up to 8 GPUs, or on two CPU ranks if there is no GPU. All output is written to runs/demo.log. The
+terminal does not show the log lines of the launcher and of the libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOG = Path("runs/demo.log")
 NOISE = re.compile(
     r"^(\[\d{4}-\d\d-\d\d |\[rank\d+\]:\[|\[Gloo\]|\[W\d|[\d:]+ \[|Warning: |\s*$)|NCCL INFO|cpu_count"
 )
-"""Matches lines of DeepSpeed's and torch's loggers, which are not shown."""
+"""Matches log lines of DeepSpeed and torch, which the terminal does not show."""
 FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
 MISSING = "{} is not installed for this Python ({}): run `make demo`, which installs what it needs"
 
@@ -42,7 +43,7 @@ def main() -> int:
     arguments = trainer_arguments(ranks, sys.argv[1:])
     launch = front_end(arguments, gpus, ranks)
     command = [*launch[3:-1], *arguments]  # as a person would type it
-    print(f"deepspeed {shlex.join(command)}\n(output of the launcher: {LOG})", flush=True)
+    print(f"deepspeed {shlex.join(command)}\n(full output: {LOG})", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("w", encoding="utf-8") as log:
         code, folder = follow(launch, environment, log)
@@ -56,7 +57,10 @@ def main() -> int:
 
 
 def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
-    """Return the settings of the quickstart with the overrides of the command line."""
+    """Return the arguments of the trainer: the quickstart, a micro-batch, and the arguments of this program.
+
+    If `given` does not set micro_batch, the quickstart's batch of 128 is divided equally between the ranks.
+    """
     own = (
         []
         if any(word.startswith("micro_batch=") for word in given)
@@ -68,7 +72,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
     from disco_ds.cli.packing import pack
 
-    # Run it as a module: the #! line of the `deepspeed` script fails if the path of Python has a space.
+    # Run the launcher as a module, because the #! line of the `deepspeed` script fails if Python's path has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += [
         "--num_gpus" if gpus else "--num_accelerators",
@@ -85,7 +89,7 @@ def follow(
     """Run a command, log all of its output, and show the lines that NOISE does not match.
 
     Returns:
-        The exit code, and the run folder, or None if the command has not printed it.
+        The exit code and the run folder. The run folder is None if the command has not printed it.
     """
     folder = None
     with subprocess.Popen(
@@ -119,7 +123,7 @@ def finish(folder: Path) -> int:
 
 
 def free_port() -> int:
-    """Return a free port; another run may use the launcher's default, 29500."""
+    """Return a free port, because another run may use the launcher's default port, 29500."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

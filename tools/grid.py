@@ -1,4 +1,7 @@
-"""Run one recipe with several combinations of settings, for compare_losses.py and study_quickstart.py."""
+"""Train one recipe several times with different settings.
+
+compare_losses.py and study_quickstart.py use this module.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from pathlib import Path
 def train_all(
     runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str
 ) -> dict[str, dict[str, float]]:
-    """Run all that have not finished yet, `jobs` at a time, each in one process with one thread.
+    """Train all runs that have not finished yet. Each run is one process with one thread.
 
     Args:
-        runs: Name -> settings (key=value).
-        out: Folder of the runs.
-        jobs: Number of runs at a time.
-        recipe: The recipe.
+        runs: Name of a run -> its settings (key=value).
+        out: Folder that contains the run folders.
+        jobs: Number of runs that train at the same time.
+        recipe: Name or path of the recipe.
 
     Returns:
-        Name -> content of finished.json.
+        Name of a run -> content of its finished.json.
 
     Raises:
         subprocess.CalledProcessError: If a run fails. Its output is in <out>/<name>.log.
@@ -48,10 +51,10 @@ def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, f
 
 
 def call(arguments: list[str], log: Path) -> None:
-    """Call disco-ds in a process with one thread on the CPU, and write its output to a file.
+    """Run a disco-ds command on the CPU, in a process with one thread, and write its output to `log`.
 
     Raises:
-        subprocess.CalledProcessError: If it fails.
+        subprocess.CalledProcessError: If the command fails.
     """
     with open(log, "w", encoding="utf-8") as file:
         subprocess.run(

@@ -1,4 +1,8 @@
-"""Measure the speed of large tiles with the configurations that the autotuner chooses, and of torch's products."""
+"""Measure the speed of the Triton kernels on large tiles.
+
+Each autotuned kernel runs with the configuration that the autotuner chooses. The matrix products that torch computes
+with a tile of weights are measured too. check_kernels.py runs these measurements.
+"""
 
 # n rows and columns of a tile, D width
 
@@ -20,7 +24,7 @@ from disco_ds.losses.kernels import Tiling
 class Call(NamedTuple):
     name: str
     kernel: str | None
-    """The Triton kernel whose configuration and registers are reported, or None."""
+    """Name of the Triton kernel whose configuration and registers are reported. None: nothing is reported."""
     n: int
     do: Callable[[], object]
 
@@ -28,14 +32,14 @@ class Call(NamedTuple):
 def measure_rates(
     precision: str, n: int, wide: int, widths: tuple[int, ...], record: Record
 ) -> None:
-    """Measure all calls at all widths.
+    """Measure every call that `calls` yields, at every width.
 
     Args:
-        precision: Precision of the tiles.
-        n: Size of the tiles whose weights are computed.
-        wide: Size of the tiles whose sums are computed.
+        precision: Precision of the matrix multiplications.
+        n: Number of rows, and of columns, of a tile whose weights are computed.
+        wide: Number of rows, and of columns, of a tile whose sums are computed.
         widths: Values of D.
-        record: Adds a result.
+        record: Called with each result.
     """
     matmul = matmul_tflops()
     for D in widths:
@@ -106,7 +110,12 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
 
 
 def launched(call: Call) -> dict[str, Any]:
-    """Return the configuration chosen for a call's kernel, and the resources of its machine code."""
+    """Run a call once, and describe the kernel that it launches.
+
+    Returns:
+        The chosen configuration, registers per thread, spilled registers and shared memory in bytes. Under Triton's
+        interpreter, only the configuration. If the call names no kernel, an empty dict.
+    """
     if call.kernel is None:
         return {}
     from disco_ds.losses.kernels import triton_kernels
@@ -138,7 +147,11 @@ def in_short(config: Any) -> str:
 
 
 def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield the lines of a table. `rates` contains names of slices, and records of `measure_rates`."""
+    """Yield the lines of a table of rates.
+
+    Args:
+        rates: Pairs of the name of a slice and a record that `measure_rates` has added.
+    """
     yield (
         f"\n{'':<12}{'':<22}{'n = m':>7}{'D':>6}{'ms':>9}{'TFLOP/s':>9}{'of matmul':>10}  "
         f"{'configuration':<26}{'registers':>9}{'spilled':>8}{'shared KB':>10}"

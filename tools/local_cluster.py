@@ -3,13 +3,16 @@
     python tools/local_cluster.py [--hosts 2] [--slots 1] -- \\
         deepspeed --hostfile /run/cluster/hosts --module disco_ds.train --config quickstart
 
-Each host is a set of Linux namespaces (network, host name, mounts, processes) with an address on a common switch and an
-sshd. The command runs on the first host. All hosts see the same files, as on a shared file system, except for /run,
-/etc/ssh and /dev/shm, which are separate. /run/cluster/hosts is the hostfile; ssh needs no password. On Ctrl-C,
-DeepSpeed's launcher kills processes by name (pkill -f). On the simulated hosts, this reaches only their own processes.
-All hosts end with this process, however it ends, and leave nothing behind. This is not part of the package and not
-meant for training, because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server
-and iproute2.
+Each host is a set of Linux namespaces: network, host name, mounts and processes. It has an address on a common switch
+and runs an sshd. Between the hosts, ssh needs no password. The command runs on the first host. The hostfile is
+/run/cluster/hosts.
+
+All hosts see the same files, as on a shared file system. Only /run, /etc/ssh, ~/.ssh and /dev/shm are separate for each
+host. On Ctrl-C, DeepSpeed's launcher kills processes by name (pkill -f). Here, this reaches only processes on the
+simulated hosts. When this program ends, for any reason, all hosts end too and leave nothing behind.
+
+Do not use this for real training, because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh,
+openssh-server and iproute2. It is not part of the package.
 """
 
 from __future__ import annotations
@@ -44,14 +47,15 @@ PACKAGES = {
 }
 """Program -> Debian package."""
 
-# The first process of a host. The host ends with this process, which ends when the pipe from its creator closes.
+# The first process of a host. When it ends, the kernel kills all other processes of the host. It ends when its standard
+# input closes: the program that created the host has ended or has called `close`. It also ends after argv[1] seconds.
 HOLD = """
 import select, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap orphaned processes
 print("up", flush=True)
 select.select([sys.stdin], [], [], float(sys.argv[1]))
 """
-# ~/.ssh is hidden, because its settings for other hosts must not affect the simulated ones.
+# ~/.ssh is hidden by an empty folder, because its settings must not affect connections to the simulated hosts.
 SETUP = """
 set -e
 ip link set lo up
@@ -69,7 +73,7 @@ StrictModes no
 UsePAM no
 MaxStartups 1000
 """
-# Without keep-alives, ssh would wait forever for a host that is cut off, and so would the launch.
+# Without keep-alives, ssh would wait forever for a host whose link is cut, and the launcher would wait for ssh.
 SSH = """
 IdentityFile /etc/ssh/key
 GlobalKnownHostsFile /etc/ssh/known_hosts
@@ -81,7 +85,7 @@ ServerAliveCountMax 3
 
 
 def describe_missing() -> str | None:
-    """Describe what this machine lacks to simulate a cluster; None if nothing."""
+    """Describe what this machine lacks to simulate a cluster. Return None if it lacks nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "Linux and root are needed to make network namespaces"
     lacking = {
@@ -103,10 +107,15 @@ def describe_missing() -> str | None:
 
 
 class LocalCluster:
-    """Hosts host-1, host-2, ... for a `with` block, each with `slots` slots in the hostfile.
+    """The hosts host-1, host-2, ..., which exist during a `with` block.
 
-    The link of host-K ends in port-K of an additional host called "switch", where it can be cut. All hosts end after
-    timeout_s at the latest.
+    An additional host, called "switch", connects them. The link to host-K is the network interface port-K of the
+    switch; to cut the link, set this interface down.
+
+    Args:
+        hosts: Number of hosts.
+        slots: Number of slots of each host in the hostfile.
+        timeout_s: All hosts end after this time at the latest.
 
     Raises:
         RuntimeError: If the hosts cannot be created.
@@ -149,11 +158,14 @@ class LocalCluster:
         folder: Path | None = None,
         **options: Any,
     ) -> Any:
-        """Start a command on a host as a subprocess.Popen with `options`. Its processes end with the host."""
+        """Start a command on a host, and return its subprocess.Popen, which is created with `options`.
+
+        When the host ends, the command and the processes that it has started end too.
+        """
         return subprocess.Popen(self._on(host, command, folder), env=_env(), **options)
 
     def run(self, command: Sequence[str], host: str = "host-1", given: str = "") -> str:
-        """Return what a command prints on a host; raise RuntimeError if it fails."""
+        """Run a command on a host, and return its standard output. Raise RuntimeError if it fails."""
         done = subprocess.run(
             self._on(host, command), env=_env(), input=given, capture_output=True, text=True
         )
@@ -165,7 +177,7 @@ class LocalCluster:
 
     def _on(self, host: str, command: Sequence[str], folder: Path | None = None) -> list[str]:
         pid = self.holders[host].pid
-        # `unshare` itself stays in the outer process namespace: only its child, the holder, is in the new one.
+        # `pid` is the process `unshare`, which stays in the outer process namespace. Only its child is in the new one.
         spaces = ["--mount", "--uts", "--net", f"--pid=/proc/{pid}/ns/pid_for_children"]
         return [
             "nsenter",
@@ -186,7 +198,7 @@ class LocalCluster:
                 "stdout": subprocess.PIPE,
                 "text": True,
             }
-            # In a new session, because Ctrl-C is meant for the command only.
+            # Start a new session, because Ctrl-C in the terminal must reach the command but must not end the hosts.
             holder = subprocess.Popen(command, env=_env(), start_new_session=True, **pipes)
             self.holders[host] = holder
             assert holder.stdout is not None
@@ -208,8 +220,9 @@ class LocalCluster:
             self._wait_for_ssh(host)
 
     def _connect(self, host: str, port: str) -> None:
-        """Connect the host's eth0 to a port of the switch."""
-        # Not self.run, because the process number is unknown inside the switch's namespaces.
+        """Create a link between the host's eth0 and a port of the switch."""
+        # Enter only the switch's network namespace. self.run would also enter its process namespace, in which the
+        # host's process id does not exist.
         enter = ["nsenter", "--target", str(self.holders[SWITCH].pid), "--net"]
         peer = ["peer", "name", "eth0", "netns", str(self.holders[host].pid)]
         subprocess.run(
@@ -221,8 +234,8 @@ class LocalCluster:
         """Return the files that are the same on every host: path -> text."""
         public = self.run(["cat", "/etc/ssh/key.pub"])
         names = [f"{address} {host}" for host, address in self.addresses.items()]
-        # Shells that sshd starts would lack these variables. DeepSpeed passes on only the variables in DS_ENV_FILE and
-        # those with certain prefixes, such as PYTHON.
+        # sshd starts shells without these variables. DeepSpeed passes variables to other hosts only if they are in
+        # DS_ENV_FILE or have certain prefixes, such as PYTHON. So write them into this file.
         known = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
         known |= {
             key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()
@@ -258,30 +271,45 @@ def _path() -> str:
 
 
 def _env() -> dict[str, str]:
-    """Return the environment of a host's processes: CPU ranks by default, because the hosts share the GPUs."""
+    """Return the environment of the processes on a host.
+
+    By default, ranks run on the CPU, because all hosts share the GPUs of this machine.
+    """
     own = {"PATH": _path(), "DS_ENV_FILE": str(ENVIRONMENT)}
     return {"DS_ACCELERATOR": "cpu", **os.environ, **own}
 
 
 def main() -> int:
-    """Run the command and return its exit code; 2 if no cluster can be made, 124 after --timeout, 130 after Ctrl-C."""
+    """Run the command on the first host.
+
+    Returns:
+        The command's exit code; 2 if the hosts cannot be created, 124 after --timeout, 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(
-        description="Run a command on the first of several hosts made on this machine."
+        description="Run a command on the first of several hosts that are simulated on this machine."
     )
     parser.add_argument("--hosts", type=int, default=2, choices=range(1, 251), metavar="N")
     parser.add_argument(
         "--slots", type=int, default=1, metavar="N", help="slots per host in the hostfile"
     )
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="stop everything after S seconds"
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="stop the command and all hosts after S seconds (default: 3600)",
     )
-    parser.add_argument("command", nargs="+", help=f"command, after --; the hostfile is {HOSTFILE}")
+    parser.add_argument(
+        "command",
+        nargs="+",
+        help=f"command to run on the first host, after --; the hostfile is {HOSTFILE}",
+    )
     args = parser.parse_args()
     if problem := describe_missing():
         print(f"no local cluster: {problem}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # The hosts have a later limit, which matters only if this process is suspended.
+    # Give the hosts a later timeout than the command. It takes effect only if this process is suspended.
     with LocalCluster(args.hosts, args.slots, args.timeout + 60) as cluster:
         process = cluster.start(args.command)
         try:

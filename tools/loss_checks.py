@@ -1,6 +1,9 @@
-"""Compare whole losses with float64 results, for check_kernels.py. Each loss is called as a trainer calls it."""
+"""Compare the registered losses and their gradients with float64 results.
 
-# B batch, D width, s scale
+Each loss is called as a trainer calls it. check_kernels.py runs these checks.
+"""
+
+# B batch, D width, s logit scale
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "isogclr": ("isogclr", {}),
 }
 TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
-"""Loss -> plain loss whose float64 result is the reference; by default the loss itself."""
+"""Loss -> plain loss with the same true value. The reference is the plain loss in float64. A loss that is not listed
+here is compared with its own float64 result."""
 KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
 OWN_TAU = ("fastclip_v2", "isogclr")
 CASES = (
@@ -42,13 +46,17 @@ CASES = (
     ("outlier", 100.0),
 )
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
-"""Maximum error by precision, several times the rounding error on a CPU. It reveals mistakes that Triton and torch
-share."""
+"""Precision -> largest error that Triton may have, even if torch's error is larger. A limit is several times the
+rounding error on a CPU. It reveals mistakes that Triton and torch share."""
 SCALARS = ("loss", "d scale", "d bias")
 
 
 def check(precision: str, batch: int, D: int, record: Record) -> None:
-    """Check every loss in every case: errors, bitwise repeatability, and whether one shift serves all rows."""
+    """Check every loss in every case.
+
+    Three things are checked: the errors of the loss and its gradients, that two runs give the same bits, and that the
+    loss uses one shift for all rows exactly when one shift suffices.
+    """
     limit = LIMITS.get(precision, LIMITS["fp16"] if device() == "cuda" else LIMITS["fp32"])
     for kind, s in CASES:
         leaves = make_leaves(kind, s, batch, D)
@@ -76,13 +84,17 @@ def check(precision: str, batch: int, D: int, record: Record) -> None:
                 loose = LIMITS["bf16"] if options.keys() & {"store", "comm_dtype"} else limit
                 for key, value in true.items():
                     found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
-                    # In a single number, torch's rounding errors may cancel by luck, so its error is not taken as zero.
+                    # Triton's error is compared with torch's. In a single number, torch's rounding errors may cancel by
+                    # chance, so count its error as at least loose / 200.
                     found[1] = max(found[1], loose / 200)
                     keep(record, where, Check(key, *found), loose)
 
 
 def check_reference(batch: int, D: int, record: Record) -> None:
-    """Check float64 results on this device against those on the CPU, which tests compare with formulas."""
+    """Compare the float64 results on this device with the float64 results on the CPU.
+
+    The package's tests compare the CPU's results with formulas.
+    """
     for kind, s in CASES:
         leaves = [x.double() for x in make_leaves(kind, s, min(batch, 500), D)]
         for name in dict.fromkeys(name for name, _ in LOSSES.values()):
@@ -101,10 +113,10 @@ def check_reference(batch: int, D: int, record: Record) -> None:
 
 
 def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
-    """Return image and text [B, D], which are unit rows, and scale and bias [1].
+    """Return the inputs of a loss: image and text [B, D], which are unit rows, and scale and bias [1].
 
-    If `kind` is "outlier", one image is so far from all texts, including its own, that no single shift keeps both its
-    sum and the sums of the other images in range.
+    If `kind` is "outlier", one image is far from all texts, including its own. No single shift then keeps both the sum
+    of this image and the sums of the other images within the range of fp32.
     """
     generator = torch.Generator().manual_seed(1)
     image, noise = (torch.randn(batch, D, generator=generator) for _ in "ab")
@@ -120,7 +132,12 @@ def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
 def reference(
     name: str, leaves: list[Tensor], s: float
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the true results, and the state that the loss starts from: that after one step, or {} if it keeps none."""
+    """Compute the true results of a loss.
+
+    Returns:
+        The true results by name, and the state with which the loss was computed. A loss that keeps state has the state
+        after one step; for other losses, the state is {}.
+    """
     state: dict[str, Any] = {}
     if name in KEEPS_STATE:
         loss = build(name, s, len(leaves[0]))
@@ -149,9 +166,19 @@ def answer(
     impl: str | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Compute the loss and its gradients, and whether one shift served all rows if the loss has one scale for them.
+    """Compute a loss and its gradients.
 
-    If `impl` is None, the loss chooses the implementation.
+    Args:
+        name: Name of the loss.
+        leaves: Its inputs, as make_leaves returns them.
+        s: The logit scale, from which losses with a temperature per sample compute their initial temperature.
+        state: State to load into the loss; {} for none.
+        impl: Implementation. None: the loss chooses it.
+        options: Options of the loss, and `accuracy`.
+
+    Returns:
+        The loss and the gradients by name. Softmax losses that compute tiles also have `shift`: whether one shift
+        served all rows.
     """
     if impl is not None:
         options["impl"] = impl
@@ -166,7 +193,8 @@ def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
     index = torch.arange(len(leaves[0]), device=leaves[0].device)
     out = loss(Embeddings(*leaves, index)).loss
     found = {"loss": out.detach()}
-    # Losses with one scale for all rows keep the shift. It is None if each sum needed a separate maximum.
+    # The autograd functions of tiled softmax losses store their shift. It is None if a separate maximum was subtracted
+    # in each sum.
     if hasattr(out.grad_fn, "shift"):
         found["shift"] = torch.tensor(out.grad_fn.shift is not None)
     out.backward()
@@ -181,9 +209,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(key: str, got: Tensor, true: Tensor, floor: float) -> float:
-    """Return the largest row error divided by the largest true row or, if that is larger, by `floor`.
+    """Return a relative error; NaN if any value is NaN.
 
-    For scalars, return the error divided by the true value or, if that is larger, by 1. Return NaN if any value is NaN.
+    For gradients of features, it is the largest norm of a row of `got` - `true`, divided by the largest norm of a row
+    of `true`. The divisor is at least `floor`. For scalars, it is the difference divided by the true value. The divisor
+    is at least 1.
     """
     difference = got.double() - true
     if key in SCALARS:

@@ -1,8 +1,9 @@
 """Rebuild the bundled emoji data set, byte for byte, from seven pinned npm packages.
 
-It draws the emoji of six vendors at 64 pixels, captions each with its Unicode label, removes duplicates and blank
-images, splits the rest into train, validation and unseen, and writes tar shards with a manifest and ATTRIBUTION.md. The
-shards are bundled, so nobody needs this tool to train. It needs resvg-py and, without --packages, npm.
+It draws the emoji of six vendors at 64 x 64 pixels. The caption of each image is the Unicode label of the emoji.
+Duplicates and blank images are removed. The other images are split into train, validation and unseen, and written to
+tar shards with manifests. ATTRIBUTION.md names the authors and licenses. Training does not need this tool, because the
+package contains the shards. The tool needs resvg-py and, without --packages, npm.
 
     python tools/make_emoji_shards.py [--packages DIR] [--out DIR]
 """
@@ -35,7 +36,8 @@ NUM_SHARDS = {"train": 24, "validation": 4, "unseen": 4}
 DRAWN_WITH = {"resvg-py": "0.5.0", "pillow": "13.0.0"}
 LABELS = ("emojibase-data", "17.0.0")
 HELD_OUT = "fluent-emoji-flat"
-# vendor -> version of @iconify-json/<vendor>. Of identical drawings, the first one in this order is kept.
+# Vendor -> version of @iconify-json/<vendor>. If several vendors have the same drawing of an emoji, only the first
+# vendor in this order contributes it.
 VENDORS = {
     "noto": "1.2.9",
     "noto-v1": "1.2.5",
@@ -47,11 +49,12 @@ VENDORS = {
 
 
 def read_table(text: str) -> dict[str, str]:
-    """Parse `label = icon name` pairs with semicolons between them; the name "-" stands for no icon."""
+    """Parse pairs `label = icon name`, separated by semicolons. The name "-" means that there is no icon."""
     return dict(pair.strip().split(" = ") for pair in text.split(";"))
 
 
-# Icon names of vendors without a code point table, for emoji that CLDR has renamed since and for misleading labels.
+# Label -> icon name, for vendors whose packages do not map code points to icons. These icons cannot be found by the
+# current label, because CLDR has renamed the emoji or because the label matches an icon of something else.
 OLDER_NAMES = read_table("""bullseye = direct-hit; cricket = -; enraged face = pouting-face; robot = robot-face;
     face with crossed-out eyes = dizzy-face; flag: Türkiye = flag-for-turkey; keycap: # = keycap-pound;
     heart exclamation = heavy-heart-exclamation; keycap: * = keycap-asterisk; UP! button = up-text-button;
@@ -60,7 +63,8 @@ OLDER_NAMES = read_table("""bullseye = direct-hit; cricket = -; enraged face = p
     person: blond hair = blond-haired-person; red exclamation mark = exclamation-mark;
     red question mark = question-mark; smiling face with open hands = hugging-face;
     woman and man holding hands = man-and-woman-holding-hands; women holding hands = two-women-holding-hands""")
-# Icon names of fxemoji where the Unicode name finds another drawing (its "cat" is a cat's face, its "pistol" a gun).
+# Label -> icon name of fxemoji, where the Unicode name would find a different drawing. For example, fxemoji's icon
+# "cat" shows a cat's face, and its icon "pistol" shows a gun.
 FXEMOJI_NAMES = read_table("""cat = catside; cat face = cat; dog = dogside; dog face = dog; dragon = dragonside;
     dragon face = dragonhead; keyboard = wiredkeyboard; kiss = couplekiss; kissing face = kiss;
     laptop = oldpersonalcomputer; leopard = leopardside; mouse = mouseside; mouse face = mouse; pig = pigside;
@@ -84,7 +88,7 @@ Copyright (c) Microsoft Corporation (fluent-emoji-flat)
 
 @dataclass(frozen=True)
 class Sample:
-    """One image with its caption; `png` is the file as it is shipped, the rest goes into the sample's JSON."""
+    """One image with its caption. `png` is the content of the PNG file; the other fields are written to a JSON file."""
 
     png: bytes
     vendor: str
@@ -101,7 +105,7 @@ class Sample:
         return hashlib.sha256(f"{self.vendor}/{self.hexcode}".encode()).hexdigest()
 
     def members(self, key: str) -> dict[str, bytes]:
-        """Return the three members of this sample in a shard, by name."""
+        """Return the names and contents of the three files that a shard contains for this sample."""
         fields = {name: value for name, value in vars(self).items() if name != "png"}
         fields |= {"key": key, "width": SIZE, "height": SIZE}
         text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
@@ -113,7 +117,14 @@ class Sample:
 
 
 def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
-    """Return the JSON files and the license of a packed npm package, by path inside the package."""
+    """Read a packed npm package.
+
+    Returns:
+        The JSON files that this tool uses and the license: path inside the package -> content.
+
+    Raises:
+        ValueError: If the file is missing or contains a different package.
+    """
     path = folder / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
     if not path.exists():
         raise ValueError(
@@ -141,7 +152,7 @@ def plain(text: str) -> str:
 
 
 def slug(label: str) -> str:
-    """Return the icon name that the vendors' packages derive from a label."""
+    """Return the icon name that most vendors' packages use for the emoji with this label."""
     text = (
         unicodedata.normalize("NFKD", label.lower().replace("&", "and"))
         .encode("ascii", "ignore")
@@ -151,14 +162,24 @@ def slug(label: str) -> str:
 
 
 def without_selector(hexcode: str) -> str:
-    """Return a hexcode without the variation selector, which only some vendors write."""
+    """Return a hexcode in upper case without the variation selector FE0F, which only some vendors include."""
     return hexcode.upper().replace("-FE0F", "")
 
 
 def find_icon(
     icons: dict[str, Any], chars: dict[str, str], entry: dict[str, Any], unicode_name: str
 ) -> str | None:
-    """Find a vendor's icon of an emoji by code point or by any present or past name of the emoji; None if missing."""
+    """Find a vendor's icon of an emoji, by its code points or by a present or past name.
+
+    Args:
+        icons: The vendor's icons.json.
+        chars: Hexcode without variation selector -> icon name; empty for some vendors.
+        entry: The emoji, an entry of emojibase-data.
+        unicode_name: Name of the emoji in the Unicode standard.
+
+    Returns:
+        The name of the icon, or None if the vendor has no icon of the emoji.
+    """
     label, is_fxemoji = entry["label"], icons["prefix"] == "fxemoji"
     told = chars.get(without_selector(entry["hexcode"])) or (
         FXEMOJI_NAMES if is_fxemoji else OLDER_NAMES
@@ -176,13 +197,15 @@ def find_icon(
 
 
 def make_svg(icons: dict[str, Any], name: str) -> str | None:
-    """Return the whole SVG of an icon; None if it was withdrawn or its style sheet is lost."""
+    """Return an icon as a complete SVG; None if the icon is hidden or uses a style sheet that the package lacks."""
     alias = icons.get("aliases", {}).get(name, {})
     icon = icons["icons"][alias.get("parent", name)]
     body = icon["body"]
     if icon.get("hidden") or (" class=" in body and "<style" not in body):
         return None
-    assert alias.keys() <= {"parent", "hFlip"}, f"teach make_svg the alias {name}: {alias}"
+    assert alias.keys() <= {"parent", "hFlip"}, (
+        f"make_svg does not support the alias {name}: {alias}"
+    )
     left, top = icon.get("left", 0), icon.get("top", 0)
     width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))
     if alias.get("hFlip"):
@@ -192,8 +215,8 @@ def make_svg(icons: dict[str, Any], name: str) -> str | None:
 
 
 def render(svg: str) -> bytes | None:
-    """Render an SVG on white as a PNG [64, 64] with a palette; None if nothing is visible."""
-    from resvg_py import svg_to_bytes  # not needed by the rest of this file
+    """Render an SVG on white as a PNG with 64 x 64 pixels and at most 64 colors. Return None if nothing is visible."""
+    from resvg_py import svg_to_bytes  # only this function needs it
 
     drawn = svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True)
     image = Image.open(io.BytesIO(bytes(drawn))).convert("RGB")
@@ -206,7 +229,10 @@ def render(svg: str) -> bytes | None:
 
 
 def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) -> list[Sample]:
-    """Draw every labeled emoji of a vendor except skin tones and single letters."""
+    """Draw every emoji that this vendor has an icon of.
+
+    Components (skin tones, hair styles and regional indicator letters) are left out.
+    """
     icons, chars, info = (json.loads(files[f"{name}.json"]) for name in ("icons", "chars", "info"))
     chars = {without_selector(code): name for code, name in chars.items()}
     unicode_names, names = (
@@ -217,9 +243,8 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
     for entry in tqdm(json.loads(labels["en/data.json"]), desc=vendor, unit="emoji"):
         label, code = entry["label"], entry["hexcode"]
         group = names["groups"].get(str(entry.get("group")), "component")
-        if (
-            group == "component"
-        ):  # skin tones, hair, regional indicator letters: modifiers, not concepts
+        # Components only modify other emoji. They are skin tones, hair styles and regional indicator letters.
+        if group == "component":
             continue
         icon = find_icon(icons, chars, entry, unicode_names.get(without_selector(code), ""))
         svg = make_svg(icons, icon) if icon else None
@@ -235,7 +260,10 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
 
 
 def drop_duplicates(samples: list[Sample]) -> list[Sample]:
-    """Of identical images, keep the first if all have the same label, and none otherwise."""
+    """Remove duplicate images.
+
+    If identical images have the same label, the first one is kept. If they have different labels, none is kept.
+    """
     same: dict[bytes, list[Sample]] = defaultdict(list)
     for sample in samples:
         same[Image.open(io.BytesIO(sample.png)).convert("RGB").tobytes()].append(sample)
@@ -243,12 +271,16 @@ def drop_duplicates(samples: list[Sample]) -> list[Sample]:
 
 
 def split(samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Divide samples into splits: unseen labels have no training image, every validation label has one."""
+    """Divide the samples into the splits train, validation and unseen.
+
+    Validation and unseen contain only images of the vendor HELD_OUT. The training split contains images of every label
+    in validation, and no image of a label in unseen.
+    """
     trained = {sample.label for sample in samples if sample.vendor != HELD_OUT}
     held_out = [
         sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained
     ]
-    # Take every n-th label in the order of groups, so that each group contributes in proportion to its size.
+    # Sort the labels by group and take every n-th one, so that each group contributes in proportion to its size.
     ordered = sorted(
         held_out, key=lambda s: (s.group, hashlib.sha256(s.label.encode()).hexdigest())
     )
@@ -261,7 +293,10 @@ def split(samples: list[Sample]) -> dict[str, list[Sample]]:
 
 
 def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
-    """Replace shards and manifest.json in a folder. Hashes order the samples; shard sizes differ by at most one."""
+    """Replace the shards and manifest.json in a folder.
+
+    The samples are sorted by hash. The numbers of samples in two shards differ by at most one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.tar"):
         old.unlink()
@@ -272,7 +307,7 @@ def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
             for index, sample in enumerate(dealt):
                 for name, content in sample.members(f"{number:05d}{index:04d}").items():
-                    info = tarfile.TarInfo(name)  # mtime 0, uid 0, gid 0, no names, mode 644
+                    info = tarfile.TarInfo(name)  # default metadata: mtime, uid and gid are 0
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
         shards.append({"name": path.name, "samples": len(dealt), "bytes": path.stat().st_size})
@@ -282,7 +317,7 @@ def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
 
 
 def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sample]]) -> str:
-    """Return ATTRIBUTION.md: authors, licenses, changes, and the number of images per split."""
+    """Return the text of ATTRIBUTION.md: authors, licenses, changes, and the number of images per vendor and split."""
     counts = Counter(
         (name, sample.vendor) for name, samples in splits.items() for sample in samples
     )
@@ -313,7 +348,7 @@ def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sa
 
 
 def main() -> None:
-    """Read the packages, draw, split and write."""
+    """Read the packages, draw the images, split them, and write the shards and ATTRIBUTION.md."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -322,7 +357,10 @@ def main() -> None:
     )
     default = Path(__file__).resolve().parents[1] / "disco_ds" / "assets" / "emoji"
     parser.add_argument(
-        "--out", type=Path, default=default, help="folder to write to (default: the package's)"
+        "--out",
+        type=Path,
+        default=default,
+        help="folder to write to (default: disco_ds/assets/emoji)",
     )
     args = parser.parse_args()
     if importlib.util.find_spec("resvg_py") is None:

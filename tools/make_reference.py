@@ -1,8 +1,8 @@
-"""Write docs/settings.md and the table of docs/from_open_clip.md from the code.
+"""Generate docs/settings.md, and the table and list of flags in docs/from_open_clip.md, from the code.
 
     python tools/make_reference.py
 
-tests/docs/test_reference.py fails if the committed pages differ from its output.
+tests/docs/test_reference.py fails if the committed pages differ from the output of this tool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
 
 ITEMS = {"data.sources": SourceSettings, "stages": StageSettings}
-"""The settings of the items of a list, by the name of the list."""
+"""Name of a setting that is a list -> model of one item of the list."""
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 FIRST = (
@@ -43,12 +43,15 @@ FIRST = (
     "eval.labeled",
     "deepspeed",
 )
-"""The settings that matter most; the page opens with them."""
+"""The settings that matter most. The first table of docs/settings.md contains them."""
 MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run it again. -->"
 
 
 def settings_page() -> str:
-    """Return docs/settings.md: settings of a recipe, options of the losses, and what a ds_config may contain."""
+    """Return the text of docs/settings.md.
+
+    The page lists the settings of a recipe, the options of the losses, and the keys of a ds_config.
+    """
     lines = [
         "# All settings",
         "",
@@ -104,7 +107,7 @@ def settings_page() -> str:
 
 
 def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Return the dotted prefix and model of each group of settings, outermost first."""
+    """Yield the dotted prefix and the model of each group of settings. A group comes before the groups inside it."""
     yield prefix, model
     for name, field in model.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
@@ -116,7 +119,7 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
 
 
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Return name, type, default and meaning of each setting that is not a group."""
+    """Yield the name, type, default and meaning of each setting of a model. Settings that are groups are left out."""
     for name, field in model.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             continue
@@ -125,8 +128,8 @@ def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, s
 
 
 def describe_type(field: FieldInfo) -> str:
-    """Describe a type with its bounds."""
-    # The bounds of `PositiveInt | None` are those of PositiveInt.
+    """Describe the type of a setting and the bounds of its values."""
+    # In `PositiveInt | None`, the bounds are in the metadata of PositiveInt. The field itself has none.
     inner = [
         part for each in get_args(field.annotation) for part in getattr(each, "__metadata__", ())
     ]
@@ -187,7 +190,11 @@ def flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def loss_options() -> dict[str, str]:
-    """Return the losses by their options: a loss's options with defaults -> names of all losses that have the same."""
+    """Group the registered losses by their options.
+
+    Returns:
+        Options with their defaults -> names of all losses that have exactly these options and defaults.
+    """
     from disco_ds.losses import build_loss, list_losses
     from disco_ds.losses.base import list_options
 
@@ -212,7 +219,10 @@ def shorten_flags(names: list[str]) -> list[str]:
 
 
 def open_clip_page() -> str:
-    """Return docs/from_open_clip.md with an updated table of flags; the rest of the page is written by hand."""
+    """Return docs/from_open_clip.md with an updated table and list of flags.
+
+    The rest of the page is written by hand.
+    """
     begin, end = (
         f"<!-- {word} of the part that tools/make_reference.py writes -->"
         for word in ("Start", "End")

@@ -1,10 +1,10 @@
-"""Measure the memory of the towers on this machine's device and compare it with `disco-ds plan`.
+"""Measure the memory that the towers use on this machine, and compare it with the memory that `disco-ds plan` traces.
 
     python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
     python tools/measure_towers.py --compile vit_b_32_32k [micro_batch=2 ...]      time torch.compile instead
 
-On a GPU, memory is measured at the largest micro-batch that fits. On a CPU, and for --compile, the micro-batch is the
-recipe's.
+On a GPU, memory is measured with the largest micro-batch that fits (a multiple of 16). On a CPU, and with --compile,
+the micro-batch of the recipe is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ PASSES = ("replay", "forward", "held", "backward")
 
 
 def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
-    """Measure the memory of real passes with m samples. FLOPs are traced.
+    """Run the forward and backward passes with m samples, and measure their memory.
+
+    Returns:
+        The measured memory of the passes. All other fields, such as FLOPs, come from a trace.
 
     Raises:
         torch.OutOfMemoryError: If the passes do not fit.
@@ -50,8 +53,8 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # oneDNN is off, because the profiler would count its scratch memory (110 MiB for a 16-bit convolution), which
-        # the trace does not contain.
+        # Disable oneDNN. The profiler would count its scratch memory (110 MiB for a 16-bit convolution), but the trace
+        # does not contain it.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
         # The profiler records each allocation and release; their running sum is the memory in use.
@@ -82,13 +85,13 @@ def compare(config: Config) -> str:
                 measure_towers(config, n * step, device)
             except torch.OutOfMemoryError:
                 return False
-            finally:  # the next attempt must not find the memory fragmented by this one
+            finally:  # so that this attempt leaves no fragmented memory for the next one
                 torch.cuda.empty_cache()
             return True
 
         m, choice = (
             step * bisect_left(range(1, 2**12), True, key=lambda n: not fits(n)),
-            f"the largest micro-batch, in steps of {step}, with nothing else in memory",
+            f"the largest multiple of {step} that fits with nothing else in memory",
         )
         if not m:
             raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
@@ -104,7 +107,10 @@ def compare(config: Config) -> str:
 
 
 def time_compile(config: Config) -> str:
-    """Time the first two compiled steps of the towers, with torch's compile caches disabled."""
+    """Time two runs of the forward and backward passes of compiled towers. The first run compiles them.
+
+    torch's compile caches are disabled.
+    """
     from torch._inductor import config as inductor
 
     inductor.force_disable_caches = True

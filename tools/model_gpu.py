@@ -1,23 +1,29 @@
-"""Model the losses and the training step on an H100 or H200 that this machine does not have, and print tables.
+"""Predict how fast the losses and a training step run on an H100 or H200, and print tables. No GPU is needed.
 
     python tools/model_gpu.py
     python tools/model_gpu.py --gpus H200 --shapes siglip:65536:65536:768 --models ViT-B-32:2048
 
-Nothing here has been measured by this project. The inputs are machine code of the installed Triton
-(compile_kernels.py), traced operations of the towers, and published rates:
-- the rate of large library products: 788 TFLOP/s on an H200 (torch, 8192^3), 662 on an H100;
-- the rate of reads from L2, 8.1 TB/s, which the fastest published products reach on an H100;
-- at 8192 x 8192 x 512 on an H100, blocks of 128 x 256 reach 492 TFLOP/s one-shot, and 540 if the loads of the next
-  block overlap the epilogue (Gluon tutorial 07). The model gives 492 and 542 if an epilogue takes 1,500 cycles.
+The predictions use no measurements of this project. They use the machine code that the installed Triton generates
+(compile_kernels.py), the traced operations of the towers, and three published rates:
+- Large matrix products of a library reach 788 TFLOP/s on an H200 (torch, 8192^3), and 662 TFLOP/s on an H100.
+- Reads from L2 reach 8.1 TB/s on an H100 in the fastest published matrix products.
+- A product of 8192 x 8192 x 512 in blocks of 128 x 256 reaches 492 TFLOP/s on an H100 with one-shot programs. It
+  reaches 540 TFLOP/s if the loads of the next block overlap the epilogue (Gluon tutorial 07). With an epilogue of 1,500
+  cycles, this model gives 492 and 542 TFLOP/s.
 
-The time of a block is the longest of the times for its product, its reads from L2 and the issue of its instructions,
-plus the time of its epilogue, during which the tensor cores wait. A one-shot program also waits for its first operands;
-if two programs share a multiprocessor, one works while the other waits. A persistent program loads the first operands
-of its next block during the epilogue. Programs run in waves. In an epilogue, a scheduler issues one instruction per
-cycle in the case `best`, and 0.6 in the case `expected`.
+A program computes one block of the tile at a time: first the matrix product, in a loop, and then an epilogue. A
+one-shot program computes one block and ends. A persistent program computes several blocks.
+
+The time of a block has two parts. The first is the longest of three times: for the product, for reads from L2, and for
+issuing the instructions. The second is the time of the epilogue, during which the tensor cores wait. A one-shot program
+also waits for its first operands. If two programs share a multiprocessor, one works while the other waits. A persistent
+program loads the first operands of its next block during the epilogue. All multiprocessors compute a block, then all
+compute the next one. In an epilogue, a scheduler issues one instruction per cycle in the case `best`, and 0.6
+instructions per cycle in the case `expected`.
 """
 
-# n rows, m columns, D width; cycles are those of a multiprocessor, at the clock that it has during library products
+# n rows, m columns, D width
+# Cycles are clock cycles of a multiprocessor. The clock rate is the one that it has in large matrix products.
 
 from __future__ import annotations
 
@@ -38,24 +44,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 ISSUE = {"best": 1.0, "expected": 0.6}
-"""Instructions per cycle and scheduler in an epilogue."""
+"""Case -> instructions that one scheduler issues per cycle in an epilogue."""
 FILL_CYCLES = 1000
-"""Cycles until the first operands of a one-shot program arrive."""
+"""Cycles that a one-shot program waits for its first operands."""
 SMALL_CALLS_S = {"best": 0.15e-3, "expected": 0.4e-3}
-"""Seconds for the rest of a loss, after tiles and products: vectors, casts, the gradient's final copies."""
+"""Case -> seconds for the parts of a loss other than tiles and matrix products: operations on vectors, casts, and the
+final copies of the gradients."""
 LAUNCH_S = 4e-6
 
 
 @dataclass(frozen=True)
 class Card:
     matmul: float
-    """FLOP/s of large 16-bit library products."""
+    """FLOP/s of large 16-bit matrix products of a library."""
     memory: float
-    """Bytes/s that elementwise kernels reach, 80% of the data sheet."""
+    """Bytes/s of memory that elementwise kernels reach: 80% of the rate in the data sheet."""
     multiprocessors: int = 132
     l2: float = 8.1e12
     peak: float = 989e12
-    """FLOP/s of the data sheet, for MFU."""
+    """FLOP/s in the data sheet, from which MFU is computed."""
 
     @property
     def clock(self) -> float:
@@ -73,7 +80,17 @@ MODELS = ("ViT-B-32:2048", "ViT-B-16:768", "ViT-L-14:256")
 
 
 def tile_s(card: Card, variant: str, n: int, m: int, D: int, case: str, persistent: bool) -> float:
-    """Return the seconds of a kernel on one tile, with its fastest configuration."""
+    """Return the seconds that a kernel takes for one tile with the fastest configuration.
+
+    Args:
+        card: The GPU.
+        variant: Name of the kernel in compile_kernels.VARIANTS.
+        n: Number of rows of the tile.
+        m: Number of columns of the tile.
+        D: Width of the rows.
+        case: A key of ISSUE.
+        persistent: Whether configurations with persistent programs may be used.
+    """
     return min(
         _timed(card, found, config, n, m, D, case)
         for found, config in _compiled(variant, D)
@@ -83,7 +100,7 @@ def tile_s(card: Card, variant: str, n: int, m: int, D: int, case: str, persiste
 
 @cache
 def _compiled(variant: str, D: int) -> list[tuple[Any, Any]]:
-    """Compile the default configuration and the persistent ones."""
+    """Compile a kernel with the default and all persistent configurations, and return those that fit the GPU."""
     import compile_kernels as tool
 
     configs = tool.cases(variant, "fp16", 90)
@@ -109,8 +126,8 @@ def _timed(card: Card, code: Any, config: Any, n: int, m: int, D: int, case: str
 
 
 def product_s(card: Card, n: int, D: int, inner: int) -> float:
-    """Return the seconds of a library product [n, inner] @ [inner, D] that adds to fp32 rows."""
-    # Smaller blocks have a lower rate, but may fill the last wave better.
+    """Return the seconds that torch takes to add the product [n, inner] @ [inner, D] to an fp32 tensor [n, D]."""
+    # Smaller blocks have a lower rate, but fewer multiprocessors may be idle while the last blocks are computed.
     times = []
     for rows, columns, share in ((128, 256, 1.0), (128, 128, 0.85)):
         waves = math.ceil(math.ceil(n / rows) * math.ceil(D / columns) / card.multiprocessors)
@@ -119,7 +136,17 @@ def product_s(card: Card, n: int, D: int, inner: int) -> float:
 
 
 def loss_s(card: Card, kind: str, n: int, m: int, D: int, case: str, persistent: bool) -> float:
-    """Return the seconds of forward and backward on n x m similarities of one rank, without communication."""
+    """Return the seconds of forward and backward of a loss, without communication.
+
+    Args:
+        card: The GPU.
+        kind: "softmax", "stored" (softmax with `store: true`) or "siglip".
+        n: Number of rows of the rank's similarities.
+        m: Number of columns of the rank's similarities.
+        D: Width of the features.
+        case: A key of ISSUE.
+        persistent: Whether configurations with persistent programs may be used.
+    """
     from disco_ds.losses.kernels.tiles import TILE_BYTES, Tiling, written_shape
 
     tiling, device = Tiling(None, "fp16"), torch.device("cuda")
@@ -149,7 +176,11 @@ VIEWS = {
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up the times of all operations. An operation takes the longest of its times for FLOPs, bytes and launch."""
+    """Dispatch mode that adds up the predicted times of all operations.
+
+    The time of an operation is the longest of three times: for its FLOPs, for the bytes that it reads and writes, and
+    for its launch.
+    """
 
     def __init__(self, card: Card) -> None:
         super().__init__()
@@ -180,7 +211,11 @@ class Roofline(TorchDispatchMode):
 
 
 def step(card: Card, name: str, micro_batch: int) -> tuple[float, float, float]:
-    """Return the seconds of products and of other kernels of an eager autocast step, and its MFU."""
+    """Predict a training step in eager mode under autocast.
+
+    Returns:
+        Seconds of matrix products, seconds of all other work, and MFU.
+    """
     from disco_ds.config import check_config
     from disco_ds.config.ds_config import read_ds_config
     from disco_ds.models.clip import build_model
@@ -208,7 +243,8 @@ def step(card: Card, name: str, micro_batch: int) -> tuple[float, float, float]:
 
         towers.run_passes(model, "autocast", batch, config.data.augment, watch)
         num_parameters = sum(p.numel() for p in model.parameters())
-    # AdamW reads and writes 28 bytes per parameter, and ZeRO 1's copies about 32. The host adds gaps of 3 ms.
+    # AdamW reads and writes 28 bytes per parameter, and the copies of ZeRO 1 about 32 bytes. Assume that the GPU
+    # also waits 3 ms for the host.
     roofline.seconds["other"] += 60 * num_parameters / card.memory + 3e-3
     flops = micro_batch * count_flops(build_model(config.model))
     products, other = roofline.seconds["products"], roofline.seconds["other"]
@@ -224,7 +260,7 @@ def main() -> int:
         "--shapes",
         nargs="*",
         metavar="KIND:ROWS:COLUMNS:D",
-        help="KIND is softmax, stored or siglip (default: those of docs/gpu.md)",
+        help="KIND is softmax, stored or siglip (default: the shapes in docs/results.md)",
     )
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="MODEL:MICRO_BATCH")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Train with open_clip_train's train_one_epoch on pixels that are already in memory.
+"""Measure the training steps of open_clip_train's train_one_epoch on pixels that are already on the device.
 
-open_clip's main() does everything else inline, so this module repeats that code: the model, AdamW's two parameter
-groups, the schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark mode. open_clip normalizes the pixels
-before they are copied to the device; disco_ds does so on the device.
+open_clip's main() prepares training in one long function, so this module repeats that code. It builds the model, the
+schedule, and AdamW with two parameter groups. It can compile the whole model, and enables TF32 and cuDNN's benchmark
+mode. The measured steps do not normalize pixels, because open_clip does this before the pixels are copied to the
+device. The measured steps of disco_ds do, because disco_ds normalizes pixels on the device.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from disco_ds.models.clip import read_preprocessing, read_text_size
 
 
 class Pixels:
-    """A data set and loader for train_one_epoch that repeat one batch and set a time mark before each repetition."""
+    """Data for train_one_epoch: a data set that is its own loader and repeats one batch.
 
-    num_batches = num_samples = (
-        10**9
-    )  # so that only the first step is logged, because logging waits for the device
+    It sets a time mark before every measured step and after the last one.
+    """
+
+    # Logging waits for the device. With this many batches, only the first step is logged.
+    num_batches = num_samples = 10**9
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], steps: int, warmups: int):
         self.batch, self.steps, self.warmups = batch, steps, warmups
@@ -48,7 +51,18 @@ class Pixels:
 
 
 def step_ms(name: str, batch_size: int, compiled: bool, steps: int, warmups: int) -> list[float]:
-    """Return the ms of each training step with amp_bf16; `name` is an open_clip model."""
+    """Measure training steps with --precision amp_bf16.
+
+    Args:
+        name: Name of an open_clip model.
+        batch_size: Number of pairs per step.
+        compiled: Whether to use torch.compile.
+        steps: Number of measured steps.
+        warmups: Number of steps before the measured ones.
+
+    Returns:
+        The milliseconds of each measured step.
+    """
     device = comm.local_device()
     args: Namespace = parse_args(
         [
@@ -62,7 +76,7 @@ def step_ms(name: str, batch_size: int, compiled: bool, steps: int, warmups: int
             "1000000",
         ]
     )
-    # What main() adds to its arguments.
+    # open_clip's main() adds these values to the parsed arguments.
     alone = {
         "device": str(device),
         "rank": 0,

@@ -1,7 +1,7 @@
-"""Published losses by other authors, called as their authors call them, but with one common signature.
+"""Published losses of other authors, with one common signature. Each loss is called as its authors call it.
 
-Each is built for a constant scale, because memeff needs a constant temperature. Each gets unit rows in fp32, which some
-cast to another dtype.
+Every loss is built for a constant logit scale, because memeff needs a constant temperature. The features are unit rows
+in fp32. Some losses are called with the features converted to another dtype.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from torch import Tensor
 from disco_ds.distributed import comm
 
 Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""image, text, scale, bias -> this rank's share of the loss."""
+"""Maps image, text, scale and bias to this rank's share of the loss."""
 
 
 @dataclass(frozen=True)
 class Peer:
     build: Callable[[float], Method]
-    """Builds the loss for a scale; raises ImportError if the package is not installed."""
+    """Builds the loss for this logit scale; raises ImportError if the package is not installed."""
     units: int
-    """Number of b x B x D products in forward and backward, if there is only one rank."""
+    """Number of matrix products of size b x B x D in forward and backward, if there is only one rank."""
     units_of_share: int | None
-    """The same number on one of several ranks; None if the loss supports only one rank."""
+    """Number of these products on each rank, if there are several ranks. None: the loss supports only one rank."""
 
 
 def open_clip(
     local: bool, autocast: bool = True, compiled: bool = False
 ) -> Callable[[float], Method]:
-    """Build open_clip's loss; with `autocast` it runs as in open_clip's trainer with --precision amp_bf16."""
+    """Return a builder of open_clip's loss.
+
+    Args:
+        local: Whether to enable open_clip's options local_loss and gather_with_grad.
+        autocast: Whether to run the loss as open_clip's trainer does with --precision amp_bf16.
+        compiled: Whether to use torch.compile.
+    """
 
     def build(_: float) -> Method:
         from open_clip.loss import ClipLoss
@@ -51,7 +57,11 @@ def open_clip(
 
 
 def inf_cl(_: float) -> Method:
-    """Build Inf-CL's ring, or its kernel for one GPU if there is one rank, because the ring needs a process group."""
+    """Build Inf-CL's loss.
+
+    It uses Inf-CL's ring if there are several ranks. If there is one rank, it uses Inf-CL's kernel for one GPU, because
+    the ring needs a process group.
+    """
     from inf_cl import cal_flash_loss, cal_inf_loss
 
     def one_way(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -67,14 +77,15 @@ def inf_cl(_: float) -> Method:
 
 
 def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
-    """Build memeff with correctly scaled gradients; fp32 features are multiplied in tf32."""
+    """Return a builder of memeff's loss for features that are converted to `dtype`. memeff multiplies fp32 in tf32."""
 
     def build(scale: float) -> Method:
         from memeff import DistributedMemoryEfficientCLIPLoss, MemoryEfficientCLIPLoss
 
         kind = DistributedMemoryEfficientCLIPLoss if comm.size() > 1 else MemoryEfficientCLIPLoss
         loss = kind(temperature=1 / scale, normalized_inputs=True, stable=False)
-        # Over ranks, memeff's losses sum to the global mean, but ours average to it. The factor makes them comparable.
+        # The global mean is the sum of memeff's losses over the ranks, but it is the mean of our losses over the ranks.
+        # So multiply by the number of ranks.
         return lambda image, text, scale, bias: comm.size() * loss(image.to(dtype), text.to(dtype))
 
     return build

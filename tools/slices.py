@@ -38,7 +38,7 @@ class Slice:
     seconds: float
     """Expected seconds on a GPU after the imports."""
     alone: bool = True
-    """Whether it measures time and therefore needs the GPU for itself."""
+    """Whether the slice measures time, so that no other slice may run at the same time."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Results:
         for line in lines:
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError:  # its process was killed while writing it
+            except json.JSONDecodeError:  # the process was killed while it wrote this line
                 continue
             name = fields.pop("slice")
             if "where" in fields:
@@ -85,28 +85,31 @@ class Results:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
-    """Add the options that all tools with slices share, and parse `argv`. Without --out, results go to `folder`."""
+    """Add the options that all tools with slices share, and parse `argv`.
+
+    Without --out, the results are written to `folder`.
+    """
     parser.add_argument(
         "--only",
         nargs="+",
         default=["*"],
         metavar="PATTERN",
-        help='run only these slices, such as "losses *"',
+        help='run only slices whose name matches a pattern, such as "losses *"',
     )
     parser.add_argument(
-        "--again", action="store_true", help="repeat slices whose results are in the file"
+        "--again", action="store_true", help="also run slices that have already ended"
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="start no slice that would make the total time longer than this",
+        help="stop after this time; do not start slices that are expected to take longer",
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="test that every slice runs, with tiny shapes; works on a CPU too",
+        help="run every slice at tiny shapes, to test it; also works on a CPU",
     )
     parser.add_argument(
         "--out",
@@ -116,7 +119,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
     )
     parser.add_argument("--slice", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    # Separate files, so that a rehearsal's results are never taken for real ones.
+    # A rehearsal writes to a separate file, so that its results are never mistaken for real ones.
     args.out = args.out or Path(folder, "rehearsal.jsonl" if args.rehearse else "results.jsonl")
     return args
 
@@ -127,16 +130,20 @@ def run(
     jobs: int,
     show: Callable[[str, Outcome], str],
 ) -> tuple[dict[str, Outcome], int]:
-    """Run each chosen slice in a new process of this program, with --slice NAME, and print show(name, outcome).
+    """Run the slices selected by --only, and print the outcome of each.
+
+    For every slice, a new process runs this program with --slice NAME. Slices that have ended in an earlier call are
+    skipped, unless --again is given. A slice is not started if its expected duration exceeds what is left of --budget.
 
     Args:
-        slices: All slices.
+        slices: All slices, in the order in which they run. Those with `alone` run after the others.
         args: What `parse` returned.
-        jobs: Number of slices that may use the GPU at a time. Slices with `alone` run one at a time.
-        show: Describes the outcome of a slice.
+        jobs: Number of slices that may run at the same time. Slices with `alone` run one at a time.
+        show: Called with the name and outcome of a slice that has ended; returns the text to print.
 
     Returns:
-        The outcomes of all chosen slices that have one, and how many slices are left for another run.
+        The outcomes of the selected slices, including those of earlier calls, and the number of slices that are left
+        for another call. Slices that have not been started have no outcome.
     """
     results, deadline = Results(args.out), time.monotonic() + args.budget
     chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
@@ -159,7 +166,7 @@ def run(
             followed = []
             for x in todo:
                 if x.alone == alone and time.monotonic() + x.seconds < deadline:
-                    child = Child(x, args)  # imports its modules until its turn comes
+                    child = Child(x, args)  # only imports modules until its turn comes
                     turns.acquire()
                     followed.append(pool.submit(follow, child))
                     followed[-1].add_done_callback(lambda _, turns=turns: turns.release())
@@ -182,7 +189,11 @@ class Child:
         )
 
     def follow(self, results: Results, deadline: float) -> bool:
-        """Start the slice and wait for its end; return False if the budget ran out first."""
+        """Start the slice, wait until it ends, and record how it ended.
+
+        Returns:
+            False if the budget is too small to start the slice, or is used up before the slice ends.
+        """
         start = time.monotonic()
         left, patience = deadline - start, PATIENCE * self.slice.seconds
         end = self._wait(min(left, patience)) if self.slice.seconds < left else None
@@ -198,7 +209,7 @@ class Child:
         return True
 
     def _wait(self, seconds: float) -> int | None:
-        """Return the exit code; None if the process still runs."""
+        """Tell the process to start. Return its exit code, or None if it still runs after `seconds`."""
         try:
             self.process.communicate(b"start\n", timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -206,7 +217,7 @@ class Child:
         return self.process.returncode
 
     def _end(self) -> str:
-        """Kill the process, add its output to the log of all slices, and return the output."""
+        """Kill the process if it still runs, append its output to the log of all slices, and return the output."""
         self.process.kill()
         self.process.wait()
         with self.log as log, open(self.log_path, "a", encoding="utf-8") as whole:
@@ -217,8 +228,16 @@ class Child:
 
 
 def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
-    """Wait for this slice's turn, call do(record) in this process, and return the exit code."""
-    if not sys.stdin.readline():  # the program that started this one is gone
+    """Run the slice that --slice names in this process, once the parent process says that it is its turn.
+
+    Args:
+        args: What `parse` returned.
+        do: Does the work of the slice, and records results with the function that it is given.
+
+    Returns:
+        The exit code.
+    """
+    if not sys.stdin.readline():  # the parent process has ended
         return 1
     results = Results(args.out)
     results.add(args.slice, where=surroundings())
@@ -228,7 +247,7 @@ def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
 
 @contextmanager
 def case(record: Record, **fields: Any) -> Iterator[None]:
-    """Isolate a part of a slice: an error in it is recorded as its `problem`, and the other parts still run."""
+    """Record an error in this block as its `problem`, with `fields`, so that the rest of the slice still runs."""
     try:
         yield
     except Exception as error:
@@ -236,13 +255,13 @@ def case(record: Record, **fields: Any) -> Iterator[None]:
         record(**fields, problem=in_words(error))
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # if the CUDA context is lost, this raises an error, which ends the slice
+            torch.cuda.synchronize()  # raises an error, which ends the slice, if the CUDA context is lost
 
 
 def in_words(error: BaseException) -> str:
-    """Return the type of an error and its first and last line.
+    """Return the type of an error, and the first and the last line of its message.
 
-    The first line of a CUDA error gives the cause, and the last line of a compiler's error does.
+    The cause is in the first line for CUDA errors, and in the last line for errors of a compiler.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys((*lines[:1], *lines[-1:]))
@@ -250,7 +269,7 @@ def in_words(error: BaseException) -> str:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return date, device and versions for the head of a table."""
+    """Return the date, the device and the versions of packages, which are printed with the results."""
     import torch
 
     device = (

@@ -1,8 +1,9 @@
-"""Ask `disco-ds study` which batch suits the quickstart early, midway and late in training, for InfoNCE and siglip.
+"""Study which batch is best for the quickstart early, midway and late in training, for InfoNCE and siglip.
 
-It trains the parents, which are five runs of each loss with different seeds, a batch of 128 and a constant learning
-rate. Then it studies their checkpoints after 4,096, 16,384 and 65,536 samples. Each process has one thread; `--jobs`
-run at a time. What has finished is not repeated. It prints the tables of the studies, and draws <out>/study.png.
+First, this tool trains the parents of the study: five runs of each loss, which differ in their seeds. They have a batch
+of 128 and a constant learning rate. Then `disco-ds study` branches from the parents' checkpoints after 4,096, 16,384
+and 65,536 samples. Up to `--jobs` processes run at a time, each with one thread. A second call does not repeat what has
+finished. The tool prints the tables of the studies, and draws <out>/study.png.
 
     python tools/study_quickstart.py [--out DIR] [--jobs N]
 """
@@ -46,7 +47,12 @@ def train_parents(out: Path, jobs: int) -> None:
 
 
 def study(name: str, samples: int, out: Path) -> str:
-    """Study the checkpoints of all seeds after some samples, and return the table.
+    """Run one study, which branches from the checkpoints of all seeds, and return its table.
+
+    Args:
+        name: A key of LOSSES.
+        samples: Number of samples after which the checkpoints were saved.
+        out: Folder of the parents and the studies.
 
     Raises:
         subprocess.CalledProcessError: If a branch fails. The reason is in <out>/study-<name>-<samples>.log.
@@ -64,7 +70,12 @@ def study(name: str, samples: int, out: Path) -> str:
 
 
 def draw(tables: dict[tuple[str, int], str], path: Path) -> None:
-    """Draw the means and standard errors of both metrics by batch, with a line for each point of training."""
+    """Draw both metrics over the batch, with one line for each point of training.
+
+    Args:
+        tables: (loss, samples) -> table of the study in Markdown, with means and standard errors.
+        path: Image file to write.
+    """
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, len(LOSSES), figsize=(9, 6.5), layout="constrained")

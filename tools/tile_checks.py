@@ -1,4 +1,8 @@
-"""Check Triton's tiles and blocks against torch's and float64, on a GPU (check_kernels.py) or interpreted (tests)."""
+"""Compare results of the Triton kernels, and of torch at the same precision, with float64 results.
+
+The checks cover single tiles, and blocks that are computed in several tiles. check_kernels.py runs them on a GPU. The
+tests run them on a CPU under Triton's interpreter.
+"""
 
 # n rows, m columns, D width of a tile
 
@@ -27,7 +31,8 @@ from disco_ds.losses.kernels import (
 
 SHIFT = 3.0
 TINY = 2e-6
-"""Error that is always allowed: the rounding of fp32 sums over up to 1,152 products, in any order."""
+"""Error that Triton may have in addition to twice torch's error. fp32 sums over up to 1,152 products may differ by this
+much if the products are added in another order."""
 SUMS = "sums of rows", "sums of columns", "maxima of rows", "maxima of columns"
 OnTile = Callable[..., dict[str, Tensor]]
 
@@ -37,7 +42,7 @@ class Tile(NamedTuple):
     m: int
     D: int
     pairs: int | None
-    """Column of row 0's pair."""
+    """Row i and column i + pairs are a positive pair. None: the tile has no positive pairs."""
     layout: str = "contiguous"
 
     def __str__(self) -> str:
@@ -56,7 +61,16 @@ class Check(NamedTuple):
 
 
 def features(n: int, D: int, device: str, seed: int, layout: str = "strided") -> Tensor:
-    """Return unit rows [n, D] in fp32. `strided`: with NaN between the rows. `transposed`: a view of [D, n]."""
+    """Return random unit rows [n, D] in fp32.
+
+    Args:
+        n: Number of rows.
+        D: Width of the rows.
+        device: Device of the result.
+        seed: Seed of the random numbers.
+        layout: "contiguous"; "strided": memory filled with NaN lies between the rows; "transposed": the result is a
+            view of a contiguous [D, n].
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = F.normalize(torch.randn(n, D, generator=generator), dim=1).to(device)
     if layout == "strided":
@@ -65,7 +79,7 @@ def features(n: int, D: int, device: str, seed: int, layout: str = "strided") ->
 
 
 def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the same numbers in another memory layout with NaN in between."""
+    """Copy a tensor to memory with these strides. Memory between the elements is filled with NaN."""
     size = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
     return (
         torch.full((size,), math.nan, dtype=x.dtype, device=x.device)
@@ -77,7 +91,15 @@ def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 def check_tiles(
     rows: Tensor, columns: Tensor, pairs: int | None, tiling: Tiling, on: OnTile | None = None
 ) -> Iterator[Check]:
-    """Check every function of triton_tiles on a tile. Rows [n, D] and columns [m, D], fp32, keep their layout."""
+    """Check every function of triton_tiles on a tile.
+
+    Args:
+        rows: [n, D], fp32. The functions get a rounded copy with the strides of this tensor.
+        columns: [m, D], fp32. They are rounded in the same way.
+        pairs: See Tile.
+        tiling: The tiling, whose precision is used.
+        on: Function that computes the outputs, such as on_tile (the default) or sums_on_tile.
+    """
     from disco_ds.losses.kernels import triton_tiles
 
     on = on or on_tile
@@ -96,7 +118,19 @@ def on_tile(
     tiling: Tiling,
     grouped: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the outputs of each function by name; `grouped`: leave out entries within groups."""
+    """Run every function of a module on one tile.
+
+    Args:
+        tiles: triton_tiles or torch_tiles.
+        r: [n, D], rows as Tiling.factor returns them.
+        c: [m, D], columns as Tiling.factor returns them.
+        pairs: See Tile.
+        tiling: The tiling.
+        grouped: Whether some rows and columns are in groups. Entries within a group are left out.
+
+    Returns:
+        Name of an output -> output.
+    """
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
@@ -135,7 +169,7 @@ def sums_on_tile(
     tiling: Tiling,
     grouped: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the outputs of the functions that compute only sums and maxima of rows and columns, not weights."""
+    """Run the functions that compute sums and maxima but no weights. The arguments and result are those of on_tile."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
     scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
@@ -148,7 +182,11 @@ def sums_on_tile(
 
 
 def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return group numbers. About one row in 30 and one column in 20 is in a group, so many blocks have no groups."""
+    """Return the group numbers of rows [n] and columns [m].
+
+    Only every 31st row and every 19th column is in a group. So some blocks of a kernel contain entries within a group,
+    and others contain none.
+    """
     rows, columns = (torch.arange(k, dtype=torch.int32, device=device) for k in (n, m))
     return torch.where(rows % 31 == 2, rows % 7, -1), torch.where(
         columns % 19 == 3, columns % 7, -2
@@ -156,14 +194,14 @@ def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return scales of up to 900, for which no single shift suffices."""
+    """Return different scales for all rows [n] and columns [m]. They reach 900, so no single shift suffices."""
     return tuple(
         torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m))
     )
 
 
 def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [n, m] of bytes that are NaN in any floating dtype."""
+    """Return a tensor [n, m] whose elements are NaN. Every byte is 255, which is NaN in any floating-point dtype."""
     memory = torch.empty(n, m, dtype=dtype, device=device)
     memory.view(torch.uint8).fill_(255)
     return memory
@@ -172,7 +210,11 @@ def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor
 def check_blocks(
     rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling
 ) -> Iterator[Check]:
-    """Check the public functions on a block of several tiles. The reference uses equally rounded factors."""
+    """Check the public functions of disco_ds.losses.kernels on a block that is computed in several tiles.
+
+    The float64 reference uses rows and columns that are first rounded to the precision of the tiling. So the errors do
+    not include this rounding.
+    """
     exact = [tiling.round(x).double() for x in (rows, columns)]
     true = on_block(*exact, first, replace(tiling, impl="torch"))
     mine, theirs = (
@@ -183,7 +225,7 @@ def check_blocks(
 
 
 def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> dict[str, Tensor]:
-    """Return the outputs of each public function by name."""
+    """Run the public functions of disco_ds.losses.kernels on a block, and return their outputs by name."""
     rows, columns = tiling.hold(rows), tiling.hold(columns)
     dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
@@ -196,7 +238,7 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
         "block columns": sums.columns.exp(),
         "block maxima": sums.rows_max,
     }
-    # Replace log(0) by a number. It is the log-sum of a row whose only column is its pair.
+    # A row whose only column is its pair has no other entries, so its log-sum is log(0). Replace -inf by a number.
     shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
     free = replace(block, shift=None)
     without = softmax_sums(free, False)
@@ -223,7 +265,7 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
 
 
 def error(got: Tensor, true: Tensor) -> float:
-    """Return the largest difference divided by the largest finite true value; NaN if any is NaN."""
+    """Return the largest difference, divided by the largest finite true value. Return NaN if any value is NaN."""
     got = got.to(true.dtype)
     size = torch.where(true.isfinite(), true, 0).abs().max().clamp(min=1e-30)
     return (torch.where(got == true, 0, (got - true).abs()).max() / size).item()
@@ -234,9 +276,9 @@ def device() -> str:
 
 
 def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
-    """Record a check; `limit` bounds Triton's error independently of torch's."""
-    # Triton and torch may round almost equal numbers to neighboring bf16 numbers, whose difference is up to 2^-7 of the
-    # number. The interpreter does not round but truncates, in several operations.
+    """Record a check. It fails if Triton's error exceeds `limit`, or the bound that depends on torch's error."""
+    # Triton and torch may round almost equal numbers to neighboring bf16 numbers, which differ by up to 2^-7 of their
+    # size. On a CPU, the interpreter truncates to bf16 in several operations, so allow twice as much there.
     in_bf16 = any(word in f"{label} {check.name}" for word in ("kept", "store"))
     rounding = 2**-6 if device() == "cpu" else 2**-7
     passes = check.passes and check.triton <= limit

@@ -1,4 +1,4 @@
-"""Measure the duration of work on this device, and the rate of its matrix products."""
+"""Measure how long calls take on this device, and how fast the device multiplies matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def median_ms(call: Callable[[], object], repeats: int, warmups: int = 3) -> float:
-    """Return the median milliseconds of a call, by CUDA events or, on a CPU, by the clock."""
+    """Return the median duration of a call in milliseconds. On a GPU, it is measured with CUDA events."""
     for _ in range(warmups):
         call()
     return statistics.median(
@@ -37,7 +37,10 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 
 class Clock:
-    """Time marks and the times between them. On a GPU, a mark is an event in the stream, which nothing waits for."""
+    """Records time marks and returns the times between them.
+
+    On a GPU, a mark is a CUDA event in the current stream. Recording it does not make the host wait for the GPU.
+    """
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -58,7 +61,7 @@ class Clock:
 
 
 def matmul_tflops() -> float:
-    """Return the rate of torch's product of two random 8192 x 8192 fp16 matrices, as a reference for other rates.
+    """Return the TFLOP/s of torch's product of two random 8192 x 8192 fp16 matrices, as a reference for other rates.
 
     On a CPU, the matrices are small and in fp32.
     """

@@ -1,12 +1,15 @@
-"""Measure training on one GPU, for bench_gpu.py. Each slice needs a process group of one rank.
+"""Measure training on one GPU. bench_gpu.py runs these measurements, in a process group of one rank.
 
-  step       our steps on pixels that are already on the device, and open_clip's; each with and without torch.compile
-  GradAccum  a step of eight micro-batches, and eight steps of one
-  peak       the peak memory of a run, and the prediction of `disco-ds plan`
-  data       a run from JPEG shards, and the fraction of time that it waits for data
+There are four kinds of slices:
+  step       the time of a step on pixels that are already on the device, for disco_ds and for open_clip, each with and
+             without torch.compile
+  GradAccum  the time of one step of eight micro-batches, and of eight steps of one micro-batch
+  peak       the peak memory of a run, and the peak that `disco-ds plan` predicts
+  data       the speed of a run that reads JPEG shards, and the fraction of time that it waits for data
 
-Our steps use bf16 autocast, ZeRO 1 and disco_fused, without accuracies, like steps that are not logged. MFU counts each
-operation once (flops.py) and divides by the GPU's specified 16-bit rate (gpus.py).
+In the first two kinds, the steps of disco_ds use bf16 autocast, ZeRO 1 and the loss disco_fused. They do not compute
+accuracies, because a run computes them only on logged steps. MFU counts each operation once, even if it is recomputed
+(flops.py), and is relative to the GPU's 16-bit rate in the data sheet (gpus.py).
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ from disco_ds.training.loop import train
 from disco_ds.training.step import train_step
 
 TINY = str(Path(__file__).with_name("tiny_vit.json"))
-"""Model of a test run on a CPU."""
+"""Config of the tiny model that --rehearse uses in place of every other model."""
 MICRO_BATCHES = {"ViT-B-32": 2048, "ViT-B-16": 768, "ViT-L-14": 256}
-"""Model -> micro-batch for which the plan predicts 65 to 72 GiB."""
+"""Model -> micro-batch. With it, `disco-ds plan` predicts a peak memory of 65 to 72 GiB."""
 MFU_GOALS = {"ViT-B-32": 0.30, "ViT-B-16": 0.45, "ViT-L-14": 0.50}
 ACCUMULATED = ("ViT-B-32", "ViT-L-14")
 FROM_SHARDS = ("ViT-B-32", "ViT-L-14")
@@ -59,7 +62,7 @@ KINDS = ("step", "GradAccum", "peak", "data")
 
 @dataclass(frozen=True)
 class Setting:
-    """A run whose memory is planned and measured."""
+    """A run whose peak memory is predicted and measured."""
 
     model: str
     micro_batch: int
@@ -90,7 +93,7 @@ SETTINGS = {
 
 
 def our_slices() -> list[slices.Slice]:
-    """Return our slices, in the order in which they run."""
+    """Return the slices that measure disco_ds, in the order in which they run."""
     found = [slices.Slice(f"step: {name}", 60) for name in MICRO_BATCHES]
     found += [slices.Slice(f"step: {name}, compiled", 180) for name in MICRO_BATCHES]
     found += [slices.Slice(f"GradAccum: {name}", 90) for name in ACCUMULATED]
@@ -99,7 +102,7 @@ def our_slices() -> list[slices.Slice]:
 
 
 def other_slices() -> list[slices.Slice]:
-    """Return the slices of open_clip's steps."""
+    """Return the slices that measure the steps of open_clip."""
     found = [slices.Slice(f"step: {name}, open_clip", 60) for name in MICRO_BATCHES]
     return found + [
         slices.Slice(f"step: {name}, open_clip compiled", 180) for name in MICRO_BATCHES
@@ -107,7 +110,11 @@ def other_slices() -> list[slices.Slice]:
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """Run the slice of this name; its only record contains the results, the `problem` or what is `missing`."""
+    """Run the slice with this name, and add one record.
+
+    The record contains the results. If the slice fails, it contains the error as `problem` instead, or, if a package is
+    not installed, the ImportError as `missing`.
+    """
     kind, label = name.split(": ")
     work: dict[str, Callable[[str, bool], dict[str, Any]]] = {
         "step": measure_step,
@@ -125,14 +132,15 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
 def settings(
     name: str, micro_batch: int, count: int = 1, rehearse: bool = False, **changes: Any
 ) -> Config:
-    """Return the config of a run of one rank on random pixels.
+    """Return the config of a run of one rank, by default on random pixels.
 
     Args:
         name: Name of the model.
-        micro_batch: The micro-batch.
-        count: Number of micro-batches.
+        micro_batch: Number of samples in a micro-batch.
+        count: Number of micro-batches in a step.
         rehearse: Whether to use a tiny model and micro-batch.
-        changes: Settings that replace those below. Those of `model` are added to the name instead.
+        changes: Settings and whole sections that replace the defaults below. The section `model` does not replace the
+            name of the model, but is added to it.
     """
     m = 8 if rehearse else micro_batch
     tree = {
@@ -155,7 +163,12 @@ def settings(
 
 
 def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
-    """Measure a step. `label`: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled"."""
+    """Measure the time of a step.
+
+    Args:
+        label: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled".
+        rehearse: Whether to use a tiny model and few steps.
+    """
     model, _, how = label.partition(", ")
     compiled = "compiled" in how
     config = settings(model, MICRO_BATCHES[model], rehearse=rehearse, model={"compile": compiled})
@@ -183,7 +196,11 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
 
 
 def build_step(config: Config) -> tuple[Callable[[], Any], int]:
-    """Return a function that runs one step on random pixels, and the FLOPs per sample."""
+    """Build an engine and a loss.
+
+    Returns:
+        A function that runs one training step on random pixels, and the model's FLOPs per sample.
+    """
     device, m = comm.local_device(), config.micro_batch
     loss = build_loss(config.loss.name, **config.loss.options).to(device)
     loss.set_num_samples(config.global_batch, config.global_batch)
@@ -205,7 +222,7 @@ def build_step(config: Config) -> tuple[Callable[[], Any], int]:
 
 
 def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]:
-    """Return the ms of each step; the steps run without a pause."""
+    """Run `warmups` steps and then `steps` steps without a pause. Return the milliseconds of each of the latter."""
     for _ in range(warmups):
         step()
     if torch.cuda.is_available():
@@ -227,7 +244,10 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of the device since the last reset. On a CPU, return the peak memory of this process."""
+    """Return the peak memory that torch has allocated on the GPU since the last reset.
+
+    On a CPU, return the peak memory of this process since its start.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -262,7 +282,10 @@ class EnoughError(Exception):
 
 
 def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
-    """Run the trainer's loop for some steps, end it before it saves, and return its log records."""
+    """Run the training loop for `steps` steps, and return the records of its log.
+
+    The loop ends before it saves a checkpoint, so `steps` must be less than config.steps.
+    """
     done = 0
 
     def count(*_: Any) -> None:
@@ -285,14 +308,18 @@ def workers() -> int:
 
 
 def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
-    """Compare the peak memory with a plan without slack and CUDA context, because torch counts neither as allocated."""
+    """Measure the peak memory of a run, and compare it with the plan.
+
+    torch counts only allocated memory. So the measured peak is compared with a plan without slack (fragmentation) and
+    without the CUDA context.
+    """
     x = SETTINGS[label]
     config = settings(
         x.model,
         x.micro_batch,
         x.count,
         rehearse,
-        # The plan is for towers that are not compiled.
+        # The plan is for towers that are not compiled, so do not compile them.
         model={"activation_checkpointing": x.checkpointing, "compile": False},
         data={"source": "synthetic", "workers": 1 if rehearse else workers()},
         image_staging=x.pixels,
@@ -317,7 +344,10 @@ def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
 
 
 def measure_data(model: str, rehearse: bool) -> dict[str, Any]:
-    """Measure the steps after the first ones, during which the workers start."""
+    """Measure the speed of a run that reads JPEG shards, and the fraction of time that it waits for data.
+
+    The first steps do not count, because the data workers start during them.
+    """
     shards, samples, size, each = (2, 40, 40, 2) if rehearse else (16, 250, 256, 5)
     with tempfile.TemporaryDirectory() as folder:
         make_shards(Path(folder), size, shards, samples)
@@ -346,12 +376,12 @@ def is_ours(name: str) -> bool:
 
 
 def in_short(record: dict[str, Any]) -> str | None:
-    """Return the number that is printed when a slice ends; None if there is none."""
+    """Return the most important number of a record as text, which is printed when a slice ends; None if it has none."""
     for key, text in (
-        ("ratio", "{:.2f} of the plain time"),
+        ("ratio", "{:.2f} times as long as plain steps"),
         ("ms", "{:.2f} ms"),
         ("error", "{:+.1%}"),
-        ("data_wait", "{:.1%} waiting"),
+        ("data_wait", "{:.1%} of the time waiting for data"),
     ):
         if key in record:
             return text.format(record[key])
@@ -361,7 +391,12 @@ def in_short(record: dict[str, Any]) -> str | None:
 def tables(
     outcomes: dict[str, slices.Outcome], problem: Callable[[slices.Outcome], str]
 ) -> Iterator[str]:
-    """Return Markdown: a table for each kind and what has no results; `problem` describes the problem of an outcome."""
+    """Yield Markdown: for each kind of slices, a table of the results and a list of the slices without results.
+
+    Args:
+        outcomes: Name of a slice -> outcome.
+        problem: Returns why a slice with this outcome has no results.
+    """
     rows = {"step": step_rows, "GradAccum": accumulation_rows, "peak": peak_rows, "data": data_rows}
     for kind in KINDS:
         mine = {
@@ -383,7 +418,7 @@ def gib(count: int) -> str:
 
 def step_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "\n### Training steps on one GPU, bf16 autocast, pixels on the device\n"
-    yield "| model | step of | micro-batch | ms | samples/s | GFLOP per sample | MFU | goal | peak GiB |"
+    yield "| model | trainer | micro-batch | ms | samples/s | GFLOP per sample | MFU | goal | peak GiB |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for label in sorted(
         found, key=lambda label: list(MICRO_BATCHES).index(label.partition(", ")[0])

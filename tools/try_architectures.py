@@ -1,11 +1,13 @@
-"""Train, evaluate and export architectures of open_clip, with few layers but otherwise the original configs.
+"""Train, evaluate and export small versions of open_clip's architectures.
 
     python tools/try_architectures.py                            eight architectures, 10 minutes on two CPU cores
-    python tools/try_architectures.py ViT-B-32 convnext_base
-    PYTHONPATH=open_clip/src python tools/try_architectures.py   with the open_clip of a checkout, such as 4.2
+    python tools/try_architectures.py ViT-B-32 convnext_base     only these architectures
+    PYTHONPATH=open_clip/src python tools/try_architectures.py   use open_clip from a checkout, for example of 4.2
 
-Each is trained for one step of four emoji at ZeRO 1, evaluated on the bundled set emoji/unseen, and exported for
-open_clip and transformers. Tokenizers from the hub are replaced by a small local one.
+Each architecture is trained for one step of four emoji at ZeRO 1, evaluated on the bundled set emoji/unseen, and
+exported for open_clip and for transformers. The text tower has two layers, and so has the image tower if its config
+contains a single number of layers. A tokenizer from the Hugging Face hub is replaced by a small local one, and the
+vocabulary by that tokenizer's. Otherwise the config is open_clip's.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def write_tokenizer(folder: Path) -> str:
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """Write the config of an architecture, with few layers where the config contains their number."""
+    """Write the config of an architecture with fewer layers and, if needed, a local tokenizer. Return its path."""
     config = copy.deepcopy(open_clip.get_model_config(name))
     text, vision = config["text_cfg"], config["vision_cfg"]
     text["layers"] = LAYERS
@@ -84,7 +86,7 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def run(folder: Path, *words: object) -> str:
-    """Run a command, and return "ok" or why it failed."""
+    """Run a disco-ds command in a folder. Return "ok", or its exit code and the last line of its error output."""
     command = [sys.executable, "-m", "disco_ds", *map(str, words)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if not done.returncode:
