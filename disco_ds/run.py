@@ -230,7 +230,7 @@ def _train_stage(
         except AGREED_ERRORS as error:
             failure = agreed(error)
         if is_finished or failure:
-            # Write the exit code first, because the wait for uploads may be cut short by a time limit.
+            # Write the exit code first, because this process may be killed while it waits for the uploads.
             if first:
                 mark_launch(run.folder, launch_id, exit_code(failure))
             # Do this even after a failure: earlier checkpoints may still wait for their upload.

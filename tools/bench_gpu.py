@@ -148,7 +148,7 @@ def list_slices() -> list[slices.Slice]:
 
 
 def _losses() -> Iterator[tuple[str, str]]:
-    """Yield the name of the slice of each loss at each shape, and the key of the shape."""
+    """Yield a pair (name of the slice, key of the shape) for each loss at each shape."""
     for key, shape in SHAPES.items():
         yield from ((f"{key}: {label}", key) for label in entries(shape))
 

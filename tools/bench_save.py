@@ -8,7 +8,8 @@ with checksums and fsync, as in a training run.
 
 A bare copy calls copy_ once for each tensor. It copies into the host memory that the save uses, and runs before each
 asynchronous save except the first. The first asynchronous save is shown in a separate column, because it also allocates
-that memory. All other results are medians.
+that memory. All other results are medians. async/copy is the time of an asynchronous save divided by that of a bare
+copy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(
-        "   GB  bare copy s  asynchronous s  of the copy  first s  written after s  synchronous s"
+        "   GB  bare copy s  asynchronous s   async/copy  first s  written after s  synchronous s"
     )
     for gb in args.gb:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:

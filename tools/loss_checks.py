@@ -135,8 +135,8 @@ def reference(
     """Compute the true results of a loss.
 
     Returns:
-        The true results by name, and the state with which the loss was computed. A loss that keeps state has the state
-        after one step; for other losses, the state is {}.
+        The true results by name, and the state from which they were computed: for a loss that keeps state, its state
+        after one step; for other losses, {}.
     """
     state: dict[str, Any] = {}
     if name in KEEPS_STATE:

@@ -200,7 +200,9 @@ def _read_texts(images: ImageSet, setting: str) -> list[str]:
     assert isinstance(images.source, Manifest)
     texts = sorted({text for text in read_labels(images.source, images.text) if text})
     if not texts:
-        raise ValueError(f"no sample has the members of template {images.text}; set eval.{setting}")
+        raise ValueError(
+            f"the template {images.text} gives no text for any sample; check eval.{setting}"
+        )
     return texts
 
 

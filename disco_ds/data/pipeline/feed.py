@@ -99,7 +99,7 @@ class Feed:
         return delivery
 
     def look_ahead(self) -> None:
-        """Start copying the next micro-batch if it is decoded, and grant copied buffers again. This never waits."""
+        """Grant released buffers whose copy is done, and start copying the next micro-batch if it is decoded. Never waits."""
         self._grant_copied()
         if self._next is None and self._is_ready():
             self._next = self._receive()

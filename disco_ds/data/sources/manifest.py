@@ -77,7 +77,7 @@ class Manifest(Source):
         return TarReader(cache.folder, names, num_open, cache.open, sizes)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
-        """Return a function that fetches a remote shard into the cache. See Source.open_fetcher."""
+        """Return a function that fetches a remote shard into the cache, or None if there is nothing to prefetch."""
         return self._open_cache().fetch_ahead if self.urls and self.remote.prefetch_shards else None
 
     def _open_cache(self) -> ShardCache:
