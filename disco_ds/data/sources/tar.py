@@ -144,7 +144,9 @@ class _Headers:
 
 
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular members from offset `at` on. Then the file's position is one block after the start of the end mark.
+    """Yield the regular members from offset `at` on.
+
+    Afterwards, the position of the file is one block after the start of the end mark.
 
     Raises:
         tarfile.ReadError: Where the tar is truncated or damaged.
