@@ -99,7 +99,7 @@ class Feed:
         return delivery
 
     def look_ahead(self) -> None:
-        """Grant released buffers whose copies are done, and start copying the next decoded micro-batch. This never waits."""
+        """Grant released buffers whose copies are done, and start to copy the next decoded micro-batch. Never waits."""
         self._grant_copied()
         if self._next is None and self._is_ready():
             self._next = self._receive()
