@@ -87,7 +87,7 @@ def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Pa
     captioned = write_benchmark(tmp_path / "captioned", CAPTIONS)
     (found,) = load_sets(EvalSettings(retrieval={"c": str(captioned)}), DATA)
     assert (found.classes, found.source.num_samples, found.text) == ({}, 11, "{txt}")
-    refused(captioned, "eval.labeled.x: no sample", "{cls}", "eval.label_key")
+    refused(captioned, "eval.labeled.x: the template {cls} gives no text", "{cls}", "eval.label_key")
     (tmp_path / "labeled" / "classnames.txt").write_text("red\ngreen\n")
     refused(tmp_path / "labeled", "class names: 2", "labels: 3", "without a name: 2")
     (tmp_path / "labeled" / "classnames.txt").unlink()
@@ -173,7 +173,7 @@ def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "few" / "0.tar", [("a.cls", b"1")])
     refused(tmp_path / "few", "disco-ds index")
     write_shards(tmp_path / "shards", [3])
-    with pytest.raises(ValueError, match=r"no sample .* {cap}; set eval\.caption_key"):
+    with pytest.raises(ValueError, match=r"{cap} gives no text .* check eval\.caption_key"):
         load_sets(
             EvalSettings(retrieval={"x": str(tmp_path / "shards")}, caption_key="{cap}"), DATA
         )
