@@ -87,7 +87,9 @@ def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Pa
     captioned = write_benchmark(tmp_path / "captioned", CAPTIONS)
     (found,) = load_sets(EvalSettings(retrieval={"c": str(captioned)}), DATA)
     assert (found.classes, found.source.num_samples, found.text) == ({}, 11, "{txt}")
-    refused(captioned, "eval.labeled.x: the template {cls} gives no text", "{cls}", "eval.label_key")
+    refused(
+        captioned, "eval.labeled.x: the template {cls} gives no text", "{cls}", "eval.label_key"
+    )
     (tmp_path / "labeled" / "classnames.txt").write_text("red\ngreen\n")
     refused(tmp_path / "labeled", "class names: 2", "labels: 3", "without a name: 2")
     (tmp_path / "labeled" / "classnames.txt").unlink()
