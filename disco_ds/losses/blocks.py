@@ -442,9 +442,8 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
         (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
         for r, c in row_chunks(rows, columns)
     ]
-    return (
-        torch.cat(cosines) if len(cosines) > 1 else cosines[0]
-    )  # cat of one would launch a kernel
+    # Even for a single chunk, torch.cat would launch a kernel.
+    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]
 
 
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
@@ -508,9 +507,8 @@ def add_pairs(
     if gradient is None:
         return
     lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
-    factor = (factor.double() / tiling.gain()).to(
-        gradient.dtype
-    )  # in 16 bits, the quotient could be zero
+    # In 16 bits, the quotient could be zero.
+    factor = (factor.double() / tiling.gain()).to(gradient.dtype)
     for part, other, w in row_chunks(gradient, others, lifted):
         part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
 

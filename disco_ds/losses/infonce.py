@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,15 +89,12 @@ class _InfoNCE(torch.autograd.Function):
         x = scale.double() * pair_cosines(rows, cross.own, tiling)
         scales = scale.detach().double().expand(2, len(rows))
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
-
-        def find_gradients(sums: Sums, shift: Tensor | None) -> tuple[Tensor | None, ...]:
-            return _gradients(cross, same, rows, scales, scale, x, sums, shift, share, needed)
-
+        find_gradients = partial(_gradients, cross, same, rows, scale, x, share, needed)
         shift = overflow_shift(rows, columns, scale, group)
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
-        ctx.shift = shift
+        ctx.shift = shift  # backward does not need it; tests and tools/loss_checks.py read it
         gradients: tuple[Tensor | None, ...] = ()
         # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
         # has work while the host reads the answer and prepares what follows.
@@ -128,19 +126,34 @@ def _gradients(
     cross: Blocks,
     same: tuple[Blocks, ...],
     rows: Tensor,
-    scales: Tensor,
     scale: Tensor,
     x: Tensor,
-    sums: Sums,
-    shift: Tensor | None,
     share: Tensor | None,
     needed: Sequence[bool],
+    sums: Sums,
+    shift: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of rows, columns and scale; `needed` says for each whether it is needed."""
+    """Compute the gradients of rows, columns and scale, without the upstream gradient.
+
+    Args:
+        cross: Compares rows with columns.
+        same: For NT-Xent, the blocks that compare rows with rows and columns with columns; otherwise ().
+        rows: [b, D].
+        scale: [1].
+        x: [b] float64, the logits of the pairs.
+        share: See Groups.
+        needed: Whether the gradient of the rows, the columns and the scale is needed.
+        sums: The sums over the other entries of each row and column.
+        shift: See kernels.Block.
+
+    Returns:
+        The three gradients; None for each that is not needed.
+    """
     if not any(needed):
         return None, None, None
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
+    scales = scale.detach().double().expand(2, len(x))
     others = torch.stack([sums.rows, sums.columns])
     lse = torch.logaddexp(others, x)
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the

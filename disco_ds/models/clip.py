@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 """(image [b, D], text [b, D], scale [1], bias [1]) in fp32; image and text rows have norm 1.
 
-The features of a tower that did not run are None. A model without a bias returns None as the bias.
+If a tower did not run, its features are None. If the model has no bias, the bias is None.
 """
 
 

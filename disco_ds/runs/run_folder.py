@@ -101,8 +101,11 @@ def find_newest(runs: Path, name: str) -> Path | None:
 def split_resume(resume: str) -> tuple[Path, Path | None]:
     """Split a value of --resume into the run folder and the checkpoint.
 
-    The value is the path of a checkpoint (RUN/checkpoints/step-N) or of a run folder. For a run folder, the
-    returned checkpoint is None.
+    Args:
+        resume: Path of a checkpoint (RUN/checkpoints/step-N) or of a run folder.
+
+    Returns:
+        The run folder, and the checkpoint, or None if the path is that of a run folder.
     """
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):

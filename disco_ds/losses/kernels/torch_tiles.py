@@ -2,8 +2,8 @@
 
 triton_tiles.py has the same functions. x_ij is the row scale times <r_i, c_j>, y_ij the column scale times <r_i, c_j>.
 The arguments row_scale, row_shift and a have the shape [n]; column_scale, column_shift and beta have the shape [m];
-scale, shift and bias have the shape [1]. All are in full precision, except `shift`, which is float64. Maxima are None
-unless requested.
+scale, shift and bias have the shape [1]. All are in full precision, except `shift`, which is float64. If maxima are
+not requested, the functions return None in their place.
 """
 
 from __future__ import annotations
