@@ -22,7 +22,7 @@ from torch.profiler import profile
 from disco_ds.config import Config, load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.distributed import comm
-from disco_ds.models.clip import compile_towers
+from disco_ds.models.fast import compile_towers
 from disco_ds.plan.memory import GIB
 from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
 
@@ -118,7 +118,7 @@ def time_compile(config: Config) -> str:
     operations = trace(config, config.micro_batch, device.type != "cpu").operations
     model = prepare_model(config).to(device)
     batch = make_batch(model, config.micro_batch, device)
-    compile_towers(model, config.model)
+    compile_towers(model, config.model.activation_checkpointing)
     seconds = []
     for _ in range(2):
         start = time.perf_counter()

@@ -20,6 +20,7 @@ import os
 import resource
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import slices
 import torch
 from bench_data import make_shards
@@ -38,7 +40,7 @@ from disco_ds.data import MicroBatch, index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.metrics.logger import METRICS_FILE
-from disco_ds.models.clip import build_model, register_config
+from disco_ds.models.clip import Texts, build_model, read_text_size, register_config
 from disco_ds.models.flops import count_flops
 from disco_ds.models.gpus import recognize
 from disco_ds.plan.assumptions import Assumptions
@@ -94,8 +96,12 @@ SETTINGS = {
 
 def our_slices() -> list[slices.Slice]:
     """Return the slices that measure disco_ds, in the order in which they run."""
-    found = [slices.Slice(f"step: {name}", 60) for name in MICRO_BATCHES]
-    found += [slices.Slice(f"step: {name}, compiled", 180) for name in MICRO_BATCHES]
+    found = [
+        slices.Slice(f"step: {name}, {captions}", 60)
+        for captions in ("mean19", "full")
+        for name in MICRO_BATCHES
+    ]
+    found += [slices.Slice(f"step: {name}, mean19, eager", 60) for name in MICRO_BATCHES]
     found += [slices.Slice(f"GradAccum: {name}", 90) for name in ACCUMULATED]
     found += [slices.Slice(f"peak: {label}", 60) for label in SETTINGS]
     return found + [slices.Slice(f"data: {name}", 120) for name in FROM_SHARDS]
@@ -166,14 +172,16 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
     """Measure the time of a step.
 
     Args:
-        label: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled".
+        label: "MODEL, CAPTIONS", "MODEL, CAPTIONS, eager", "MODEL, open_clip" or "MODEL, open_clip compiled". See
+            draw_lengths for CAPTIONS. open_clip computes padding, so its time does not depend on them.
         rehearse: Whether to use a tiny model and few steps.
     """
-    model, _, how = label.partition(", ")
-    compiled = "compiled" in how
+    model, how, *rest = label.split(", ")
+    compiled = how == "open_clip compiled" or (not how.startswith("open_clip") and not rest)
     config = settings(model, MICRO_BATCHES[model], rehearse=rehearse, model={"compile": compiled})
     steps, warmups = (2, 1) if rehearse else (10, 4)
-    if "open_clip" in how:
+    first_s = None
+    if how.startswith("open_clip"):
         from open_clip_step import step_ms
 
         flops = count_flops(build_model(config.model.model_copy(update={"compile": False})))
@@ -181,7 +189,12 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
             register_config(config.model.name), config.micro_batch, compiled, steps, warmups
         )
     else:
-        step, flops = build_step(config)
+        step, flops = build_step(config, how)
+        start = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        first_s = time.perf_counter() - start
         ms = time_steps(step, steps, warmups)
     samples_per_s = 1000 * config.micro_batch / statistics.median(ms)
     peak = peak_flops()
@@ -189,13 +202,34 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
         "micro_batch": config.micro_batch,
         "ms": statistics.median(ms),
         "samples_per_s": samples_per_s,
+        "first_s": first_s,
         "gflop": flops / 1e9,
         **({"mfu": samples_per_s * flops / peak} if peak else {}),
         "peak_bytes": peak_bytes(),
     }
 
 
-def build_step(config: Config) -> tuple[Callable[[], Any], int]:
+def draw_lengths(captions: str, m: int, context: int) -> np.ndarray:
+    """Draw the number of tokens of m captions.
+
+    Args:
+        captions: "mean19": as of alt texts, log-normal with a mean of 19, a median of 17, and 36 at 95%. "full": all
+            captions fill the context. A range such as "5-11": uniform.
+        m: Number of captions.
+        context: Maximum number of tokens.
+    """
+    random = np.random.default_rng(0)
+    if captions == "full":
+        return np.full(m, context)
+    if captions == "mean19":
+        drawn = np.rint(np.exp(2.7 + 0.5 * random.standard_normal(m))).astype(int) + 3
+    else:
+        low, high = map(int, captions.split("-"))
+        drawn = random.integers(low, high + 1, m)
+    return drawn.clip(4, context)
+
+
+def build_step(config: Config, captions: str = "full") -> tuple[Callable[[], Any], int]:
     """Build an engine and a loss.
 
     Returns:
@@ -209,14 +243,15 @@ def build_step(config: Config) -> tuple[Callable[[], Any], int]:
     model = build_model(
         config.model, loss.initial_scale, loss.initial_bias(config.global_batch), loss.learns_scale
     )
-    flops = count_flops(model)
-    batches = [make_batch(model, m, device) for _ in range(config.num_micro_batches(1))]
+    lengths = draw_lengths(captions, m, read_text_size(model)[0])
+    flops = count_flops(model, float(lengths.mean()))
+    batches = [make_batch(model, m, device, lengths) for _ in range(config.num_micro_batches(1))]
     engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
     engine.train()
     set_lr(engine, config.peak_lr)
 
-    def prepare(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return batch.image, batch.text, batch.index
+    def prepare(batch: MicroBatch) -> tuple[Any, ...]:
+        return batch.image, Texts(batch.text, batch.lengths), batch.index
 
     return partial(train_step, engine, loss, batches, prepare, config.model.max_scale), flops
 

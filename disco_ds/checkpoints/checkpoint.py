@@ -73,6 +73,7 @@ MODEL_MAY_CHANGE = {
     "pretrained_image",
     "activation_checkpointing",
     "compile",
+    "towers",
 }
 """Model settings that are not compared when a run is resumed.
 

@@ -80,10 +80,14 @@ class ModelSettings(Settings):
     patch_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
+    towers: Literal["auto", "open_clip"] = "auto"
+    """`auto`: replace parts of the towers by faster ones that compute the same with the same parameters, up to
+    rounding; text towers whose padding changes nothing do not compute it. `open_clip`: leave the towers as open_clip
+    has built them."""
     compile: bool | Literal["auto"] = "auto"
-    """Apply torch.compile to both towers. `true` is refused at ZeRO 3. It is also refused if activation
-    checkpointing is on and the model draws random numbers, for example for dropout. `auto`: compile on a
-    GPU, unless `true` would be refused or Triton cannot run; the log contains the reason in these cases."""
+    """Apply torch.compile to each block of both towers, or to a whole tower if its blocks are unknown. `auto`: compile
+    on a GPU, unless Triton cannot run there or the run uses ZeRO 3; the log contains the reason. `true` is refused at
+    ZeRO 3, and with activation checkpointing for towers whose blocks are unknown."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

@@ -51,7 +51,7 @@ class MetricsLogger:
         folder: Path,
         writers: Mapping[str, WriteEvents],
         schedule: Schedule,
-        peak_samples_per_s: float | None = None,
+        peak_samples_per_s: Callable[[float | None], float] | None = None,
         num_samples: int | None = None,
     ):
         self.writers = dict(writers)

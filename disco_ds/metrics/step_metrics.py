@@ -34,6 +34,8 @@ class LogPoint:
     """[1], the bias that the loss was computed with; None if the model has none."""
     broken: int = 0
     """Number of broken samples that this rank has skipped so far."""
+    text_tokens: float | None = None
+    """Mean number of tokens of the texts of this rank's part of the batch; None if the text tower computes padding."""
     dropped: int = 0
     """Number of samples that data.filter, data.uids or data.stages have excluded on this rank so far."""
     skipped: int = 0
@@ -53,8 +55,8 @@ class Interval:
     """Seconds spent waiting for data."""
     peak_bytes: int
     """Peak memory so far, in bytes."""
-    peak_samples_per_s: float | None
-    """Samples per second at the devices' peak FLOP/s; None if unknown."""
+    peak_samples_per_s: Callable[[float | None], float] | None
+    """Samples per second at the devices' peak FLOP/s and a mean number of tokens; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Metric:
 def _mfu(now: LogPoint, since: Interval) -> float | None:
     if not since.peak_samples_per_s:
         return None
-    return since.samples / since.seconds / since.peak_samples_per_s
+    return since.samples / since.seconds / since.peak_samples_per_s(now.text_tokens)
 
 
 METRICS = (
@@ -107,6 +109,7 @@ METRICS = (
         curve="samples / s",
     ),
     Metric("mfu", _mfu),
+    Metric("text_tokens", lambda now, since: now.text_tokens),
     Metric(
         "data_wait",
         lambda now, since: since.wait_s / since.seconds,

@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import open_clip
 import torch
 from open_clip.factory import add_model_config
@@ -29,6 +30,15 @@ from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
+from disco_ds.models.fast import (
+    CutText,
+    PackedText,
+    compile_towers,
+    encode_packed,
+    packs,
+    replace_parts,
+    runs_packed,
+)
 from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
@@ -48,6 +58,15 @@ Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 If a tower did not run, its features are None. If the model has no bias, the bias is None.
 """
+
+
+class Texts(NamedTuple):
+    """The texts of a micro-batch, as inputs of `forward`."""
+
+    text: Tensor
+    """[m, L] int64 tokens."""
+    lengths: np.ndarray | None
+    """[m] number of tokens that the text tower needs; see models/fast. None: the tower counts them."""
 
 
 def build_model(
@@ -78,6 +97,8 @@ def build_model(
         model: Any = build_two_towers(settings, initial_scale, initial_bias)
     else:
         model = _create(settings, initial_scale, initial_bias, learns_scale, pretrained)
+    if settings.towers == "auto":
+        replace_parts(model)
     _lock(model, settings, learns_scale)
     if settings.token_embedding_std is not None and settings.pretrained is None:
         nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
@@ -87,25 +108,15 @@ def build_model(
     # ZeRO 3 gathers a module's direct parameters only while the forward of that module runs. In the forward of a
     # wrapper, logit_scale, text_projection and positional_embedding of open_clip's module would be empty.
     model.forward = types.MethodType(forward, model)
-    if settings.compile is True:
-        compile_towers(model, settings)
+    if settings.compile is True and (
+        problems := compile_towers(model, settings.activation_checkpointing)
+    ):
+        raise ValueError(
+            f"model.compile=true is refused for model {settings.label}: {problems[0]}; set "
+            "model.compile=auto or false, or model.activation_checkpointing=false"
+        )
     _warn_of_batch_norm(model)
     return model
-
-
-def compile_towers(model: Any, settings: ModelSettings) -> None:
-    """Apply torch.compile to both towers in place. The names of parameters do not change.
-
-    The compiled code draws random numbers from torch's generators, whose states GradAccum restores. It does not draw
-    them in Triton kernels: since torch 2.13, dropout in a compiled kernel may be wrong on CUDA (pytorch issue 198333).
-    """
-    for tower in (model.visual, model.text if settings.factory else _text_tower(model).transformer):
-        tower.compile(options={"fallback_random": True})
-
-
-def is_compiled(model: Any) -> bool:
-    """Return whether a part of the model is compiled."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _create(
@@ -200,21 +211,35 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
     model.visual.train()
 
 
-def forward_on_meta(model: Any, side: str) -> None:
-    """Run one sample through one side ("image" or "text") of the model, on meta tensors and without compiling."""
+def forward_on_meta(model: Any, side: str, num_tokens: int | None = None) -> None:
+    """Run one sample through one side ("image" or "text") of the model, on meta tensors and without compiling.
+
+    Args:
+        model: The model.
+        side: The side.
+        num_tokens: Number of tokens of the text, if the text tower does not compute padding. None: as many as fit.
+    """
     tensors = {
         name: each.detach().to("meta")
         for name, each in chain(model.named_parameters(), model.named_buffers())
     }
+    inputs: dict[str, Any] = {}
     if side == "image" or model.two_views:
-        sample = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
+        inputs[side] = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
     else:
-        sample = torch.zeros(1, read_text_size(model)[0], dtype=torch.long, device="meta")
+        context = read_text_size(model)[0]
+        inputs[side] = torch.zeros(1, context, dtype=torch.long, device="meta")
+        inputs["lengths"] = np.array([num_tokens or context])
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        functional_call(model, tensors, args=(), kwargs={side: sample})
+        functional_call(model, tensors, args=(), kwargs=inputs)
 
 
-def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
+def forward(
+    model: Any,
+    image: Tensor | None = None,
+    text: Tensor | None = None,
+    lengths: np.ndarray | None = None,
+) -> Features:
     """Compute the unit features of one or both towers. build_model installs this function as the model's `forward`.
 
     Always call the model as model(image, text). Calling a tower or encode_image does not work at every ZeRO stage.
@@ -224,6 +249,8 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
         image: [b, 3, H, W], uint8, or floating point in [0, 1].
         text: [b, L] int64 tokens. For a model with two views per image: the second views, with the shape and dtype of
             `image`.
+        lengths: [b], the number of tokens of each text that the text tower needs, as models/fast counts them. None:
+            they are counted, and on a GPU the host waits for it. Ignored by towers that need all tokens.
 
     Returns:
         Features. The scale, exp(logit_scale), is always included, because at ZeRO 3 the graph of every micro-batch must
@@ -235,10 +262,20 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
     if text is not None and model.two_views:
         text_features = unit_rows(model.encode_image(_normalize(model, text)))
     elif text is not None:
-        text_features = unit_rows(model.encode_text(text))
+        text_features = unit_rows(_encode_text(model, text, lengths))
     if model.logit_bias is not None:
         bias = model.logit_bias.float()
     return image_features, text_features, model.logit_scale.float().exp(), bias
+
+
+def _encode_text(model: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor:
+    tower = getattr(model, "text", model)
+    if isinstance(tower, PackedText | CutText):
+        return tower(text, lengths)
+    if tower is model and packs(model) and runs_packed(model, text):
+        # open_clip's CLIP has the parts of its text tower itself. ZeRO 3 gathers their parameters in this forward.
+        return encode_packed(model, text, lengths)
+    return model.encode_text(text)
 
 
 def _normalize(model: Any, image: Tensor) -> Tensor:

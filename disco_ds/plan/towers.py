@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,7 +30,14 @@ from disco_ds.config.data import AugmentSettings
 from disco_ds.config.ds_config import precision
 from disco_ds.data import MicroBatch, augment
 from disco_ds.losses import build_loss
-from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
+from disco_ds.models.clip import (
+    Texts,
+    build_model,
+    pixel_affine,
+    read_preprocessing,
+    read_text_size,
+)
+from disco_ds.models.fast import find_counter
 from disco_ds.training.engine import DTYPES
 from disco_ds.training.step import Forward
 
@@ -138,11 +146,12 @@ def run_passes(
         The width of the features.
     """
 
-    def prepare(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(batch: MicroBatch) -> tuple[Any, ...]:
         def view(number: int) -> Tensor:
             return augment(batch.image, batch.epoch, batch.index, 0, settings, number)
 
-        return view(0), view(1) if model.two_views else batch.text, batch.index
+        text = view(1) if model.two_views else Texts(batch.text, batch.lengths)
+        return view(0), text, batch.index
 
     engine: Any = _Engine(model, kind)
     forward = Forward(engine, prepare)
@@ -186,14 +195,33 @@ def prepare_model(config: Config) -> nn.Module:
     return model
 
 
-def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> MicroBatch:
-    """Create a micro-batch of random images and texts in the sizes that the model takes."""
+def make_batch(
+    model: nn.Module,
+    m: int,
+    device: torch.device | str = "cpu",
+    lengths: np.ndarray | None = None,
+) -> MicroBatch:
+    """Create a micro-batch of random images and texts in the sizes that the model takes.
+
+    Args:
+        model: The model.
+        m: Number of samples.
+        device: Device of the tensors.
+        lengths: Number of tokens of each text, [m]. None: the context length. The last one is the largest token, and
+            zeros follow it.
+    """
     context, vocabulary = read_text_size(model)
+    lengths = np.full(m, context) if lengths is None else lengths
     size = read_preprocessing(model).size
     image = torch.randint(0, 256, (m, 3, *size), dtype=torch.uint8, device=device)
-    text = torch.randint(1, vocabulary, (m, context), device=device)
+    text = torch.randint(1, vocabulary - 1, (m, context), device=device)
+    end = torch.from_numpy(lengths).to(device)[:, None] - 1
+    place = torch.arange(context, device=device)
+    text = torch.where(place < end, text, 0) + (vocabulary - 1) * (place == end)
     index = torch.arange(m, device=device)
-    return MicroBatch(image, text, index, torch.zeros_like(index), torch.zeros_like(index))
+    counted = lengths if find_counter(model) else None
+    ids = torch.zeros_like(index)
+    return MicroBatch(image, text, index, ids, torch.zeros_like(index), counted)
 
 
 def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
@@ -224,7 +252,7 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
         batch = make_batch(model, m)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
-        samples = list(vars(batch).values())
+        samples = list(batch.tensors.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Do not count what exists before the passes; plan/memory.py counts it.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])

@@ -70,7 +70,7 @@ from disco_ds.models.clip import (
     read_text_size,
     register_config,
 )
-from disco_ds.models.compile_check import check_compiled, compile_if_exact
+from disco_ds.models.fast import compile_towers, describe_parts, find_counter, is_compiled
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import (
     download_weights,
@@ -79,6 +79,7 @@ from disco_ds.models.pretrained import (
     warn_of_random_tower,
 )
 from disco_ds.runs.run_folder import AUTO
+from disco_ds.runs.run_log import say
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
@@ -202,6 +203,7 @@ def build(
                 share.cores,
                 share.memory_bytes / 8,
             ),
+            find_counter(model),
         )
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
@@ -380,12 +382,33 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
             settings, loss.initial_scale, bias, loss.learns_scale, pretrained=not restored
         )
         check_image_size(settings, model)
-        check_compiled(config, model)
         tokenizer = build_tokenizer(settings, model)
-    device = comm.local_device()
-    if settings.compile == "auto" and device.type == "cuda":
-        compile_if_exact(config, model, find_kernel_problem(device, "fp16"))
+    compiled = compile_if_possible(config, model)
+    if comm.rank() == 0:
+        parts = ", ".join([*describe_parts(model, comm.local_device()), compiled])
+        say(f"towers: {parts}")
     return model, tokenizer
+
+
+def compile_if_possible(config: Config, model: nn.Module) -> str:
+    """Compile the towers if model.compile=auto and every rank can. Collective: every rank must call this.
+
+    Returns:
+        Whether the towers are compiled, and if not, why, in words for the log.
+    """
+    device = comm.local_device()
+    if config.model.compile != "auto" or device.type != "cuda":
+        return "compiled" if is_compiled(model) else "not compiled"
+    if stage(config.deepspeed) == 3:
+        problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
+    else:
+        problem = find_kernel_problem(device, "fp16")
+    problems = [x for x in comm.gather_objects(problem) if x]
+    if not problems:
+        problems = compile_towers(model, config.model.activation_checkpointing)
+    if not is_compiled(model):
+        return f"not compiled ({problems[0]})"
+    return "; ".join(["compiled", *problems])
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:

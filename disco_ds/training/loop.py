@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from disco_ds.config import CheckpointSettings, Config, EvalSettings
 from disco_ds.data import MicroBatch, StepData, augment
@@ -26,6 +25,7 @@ from disco_ds.metrics.anomalies import AnomalyDetector, features_spread
 from disco_ds.metrics.report import REPORT, log_errors, write_report
 from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.metrics.timers import Timer
+from disco_ds.models.clip import Texts
 from disco_ds.runs.run_folder import mark_finished
 from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
@@ -265,6 +265,7 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
         lr=find_rate(run, step - 1),
         grad_norm=output.grad_norm,
         index=torch.cat(data.index),
+        text_tokens=data.num_tokens / sum(map(len, data.index)) if data.num_tokens else None,
         broken=run.loader.broken,
         dropped=run.loader.dropped,
         skipped=run.loader.state_dict()["steps"] - step,
@@ -273,14 +274,14 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
     run.anomalies.check_record(run.metrics.log(point))
 
 
-def prepare(config: Config, batch: MicroBatch) -> tuple[Tensor, ...]:
+def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
     The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
     equal inputs.
     """
     view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
-    text = view(view=1) if config.model.two_views else batch.text
+    text = view(view=1) if config.model.two_views else Texts(batch.text, batch.lengths)
     inputs = view(), text, batch.index
     return (*inputs, batch.group_id) if config.data.group_by else inputs
 

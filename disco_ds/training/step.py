@@ -17,12 +17,13 @@ from torch.profiler import record_function
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import SAMPLE
 from disco_ds.metrics.timers import Timer
-from disco_ds.models.clip import is_compiled, trained_sides
+from disco_ds.models.clip import Texts, trained_sides
+from disco_ds.models.fast import is_compiled
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
-Prepare = Callable[[Any], tuple[Tensor, ...]]
-"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L], index [m]).
+Prepare = Callable[[Any], tuple[Any, ...]]
+"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
 
 For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
 is optional. Repeated calls with the same micro-batch return the same values."""
@@ -120,8 +121,11 @@ class Forward:
         first.rng.restore()
         return MicroFeatures(self._run_towers(image, text, trained=True), index, first.rng)
 
-    def _run_towers(self, image: Tensor, text: Tensor, trained: bool) -> Any:
+    def _run_towers(self, image: Tensor, text: Tensor | Texts, trained: bool) -> Any:
         """Run either the trained or the locked towers. The features of a tower that does not run are None."""
-        sides = {"image": image, "text": text}
-        chosen = {name: value for name, value in sides.items() if self.trained[name] == trained}
-        return self.engine(**chosen) if chosen else (None, None, None, None)
+        inputs: dict[str, Any] = {}
+        if self.trained["image"] == trained:
+            inputs["image"] = image
+        if self.trained["text"] == trained:
+            inputs |= text._asdict() if isinstance(text, Texts) else {"text": text}
+        return self.engine(**inputs) if inputs else (None, None, None, None)

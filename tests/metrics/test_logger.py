@@ -149,7 +149,9 @@ def test_log_writes_a_record_on_the_samples_axis(
 def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    metrics = MetricsLogger(tmp_path, {}, plain(32, 40, 4), peak_samples_per_s=256.0)
+    metrics = MetricsLogger(
+        tmp_path, {}, plain(32, 40, 4), peak_samples_per_s=lambda num_tokens: 256.0
+    )
     for step, seconds, wait in ((8, 2.0, 1.0), (10, 4.0, 1.0)):
         clock[0] += seconds
         metrics.add_wait(wait / 2)

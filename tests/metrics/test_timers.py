@@ -60,9 +60,13 @@ def test_step_that_is_not_sampled_is_not_timed() -> None:
     assert Phases().timer(sampled=False) is record_function
 
 
-def tower(tokens: int, width: int) -> int:
-    """Return the FLOPs of the matrix products of two layers: q k v, scores and sums, projection, MLP."""
-    per_layer = tokens * width * 3 * width + 2 * tokens * tokens * width + tokens * width * width
+def tower(tokens: int, width: int, packed: bool = False) -> int:
+    """Return the FLOPs of the matrix products of two layers: q k v, scores and sums, projection, MLP.
+
+    The scores and sums of packed texts are not counted.
+    """
+    scores = 0 if packed else 2 * tokens * tokens * width
+    per_layer = tokens * width * 3 * width + scores + tokens * width * width
     return 2 * 2 * (per_layer + 2 * tokens * width * 4 * width)
 
 
@@ -82,11 +86,12 @@ def test_flops_are_those_of_the_matrix_products(
         + tower(patches + 1, width)
         + project
     )
-    text = tower(CONTEXT, TINY["text_cfg"]["width"]) + project
-    assert count_flops(model) == weights[0] * image + weights[1] * text
-    assert peak_samples_per_s(model, 1e9) == pytest.approx(
-        1e9 / (weights[0] * image + weights[1] * text)
-    )
+    peak = peak_samples_per_s(model, 1e9)
+    for tokens in (CONTEXT, 5, None):
+        text = tower(tokens or CONTEXT, TINY["text_cfg"]["width"], packed=True) + project
+        assert count_flops(model, tokens) == weights[0] * image + weights[1] * text
+        assert peak is not None
+        assert peak(tokens) == pytest.approx(1e9 / (weights[0] * image + weights[1] * text))
     assert peak_samples_per_s(model, None) is None, "of a CPU nothing is known"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -119,7 +119,7 @@ class Passes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_become_the_towers_input_in_one_pass(tiny: str, dtype: torch.dtype) -> None:
-    model = build(tiny).eval()
+    model = build(tiny, towers="open_clip").eval()
     image = one_batch()[0]
     with (
         Passes(image.numel()) as passes,

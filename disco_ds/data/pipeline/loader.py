@@ -8,13 +8,15 @@ number of ranks as integers, and never communicates with other ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import DataError
@@ -73,6 +75,7 @@ class Loader:
         state: Position to resume from, as merge_states returns it. The run that saved it may have had any number of
             ranks. None means the start of the data.
         staging: Resources of this rank.
+        count_tokens: Returns how many tokens of each text [m, L] the model needs, [m]. None: all of them.
 
     Raises:
         ValueError: If the number of slots does not suit the data or the number of ranks, if the cache is too small for
@@ -88,8 +91,10 @@ class Loader:
         seed: int,
         state: dict[str, Any] | None = None,
         staging: Staging | None = None,
+        count_tokens: Callable[[Tensor], np.ndarray] | None = None,
     ) -> None:
         staging = staging or Staging()
+        self._count_tokens = count_tokens
         self.num_samples = sum(source.num_samples for source in sources)
         num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
         sources = fit_cache(
@@ -258,6 +263,8 @@ class Loader:
     def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
         """Record a delivery of the first pass in `data`, and return its micro-batch."""
         data.index.append(self._batches[delivery.number].index.clone())
+        lengths = self._count(delivery.number)
+        data.num_tokens += 0 if lengths is None else int(lengths.sum())
         for part in delivery.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
@@ -278,7 +285,13 @@ class Loader:
             self._upload_ahead(0 if is_last else None)
         else:
             self._recycle(delivery)
-        return self._feed.arrive(delivery.upload)
+        return replace(self._feed.arrive(delivery.upload), lengths=lengths)
+
+    def _count(self, number: int) -> np.ndarray | None:
+        """Count the tokens of the texts in a buffer on the host."""
+        return (
+            None if self._count_tokens is None else self._count_tokens(self._batches[number].text)
+        )
 
     def _recycle(self, delivery: Delivery) -> None:
         """Release the delivery's buffer, and start copying the next micro-batch if it is decoded."""
@@ -291,7 +304,7 @@ class Loader:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
         self._upload_ahead(k + 1)
-        return self._feed.arrive(upload)
+        return replace(self._feed.arrive(upload), lengths=self._count(self._held[k]))
 
     def _upload_ahead(self, k: int | None) -> None:
         """Start copying the micro-batch that will be requested next.
@@ -321,8 +334,9 @@ class Loader:
         except Exception as error:
             raise DataError(self._describe(error, self._position.steps)) from None
         self._num_again += 1
+        lengths = self._count(delivery.number)
         self._recycle(delivery)
-        return self._feed.arrive(delivery.upload)
+        return replace(self._feed.arrive(delivery.upload), lengths=lengths)
 
     def _finish_step(self) -> None:
         """Read the micro-batches of the last step that were never requested, and release the step's buffers."""

@@ -78,7 +78,7 @@ class SharedBatches:
             rows[name] = self._memory[start:stop].view(dtype).view(self._num, *shape)
             start = stop
         self._buffers = [
-            MicroBatch(**{name: field[number] for name, field in rows.items()})
+            MicroBatch(**{name: field[number] for name, field in rows.items()})  # type: ignore[arg-type]
             for number in range(self._num)
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 
@@ -23,15 +24,23 @@ class MicroBatch:
     """[m] int64, the epoch of each sample."""
     group_id: Tensor
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
+    lengths: np.ndarray | None = None
+    """[m], the number of tokens of each text that the model needs; on the host, so that nothing waits for the device.
+    None: not counted."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if name != "lengths"}
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy the tensors of `source`, which has the same shapes. The copies are asynchronous where possible."""
-        for name, value in vars(self).items():
+        for name, value in self.tensors.items():
             value.copy_(getattr(source, name), non_blocking=True)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Apply a function to each tensor, and return the results as a micro-batch."""
-        return MicroBatch(*map(change, vars(self).values()))
+        return MicroBatch(*map(change, self.tensors.values()))  # type: ignore[arg-type]
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -84,6 +93,8 @@ class StepData:
     """`shard/key: reason` of each broken sample that was skipped in this step."""
     dropped: int = 0
     """Number of samples that were dropped in this step (see DroppedSample)."""
+    num_tokens: int = 0
+    """Number of tokens of all texts, as in MicroBatch.lengths; 0 if they are not counted."""
     index: list[Tensor] = field(default_factory=list)
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)

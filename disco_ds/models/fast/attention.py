@@ -1,0 +1,225 @@
+"""Self-attention from one product for q, k and v, for sequences of equal length and for packed texts.
+
+The parameters are those of nn.MultiheadAttention and of open_clip's Attention, with the same names. Packed texts are
+the tokens of many texts in one tensor, without padding; texts.py packs them. Their attention is a custom operator, so
+that torch.compile keeps it as it is and compiles one graph for any number of tokens.
+"""
+
+# B images of S tokens, or T packed tokens; H heads of width D, H * D = C.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+MAX_ROWS = 128
+"""The Triton kernels take sequences of at most this many tokens, and heads of at most this width."""
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Packing(NamedTuple):
+    """Where the texts are in a packed tensor. They are sorted by length."""
+
+    groups: Tensor
+    """[n, 2] int64 on the CPU: a length, and the number of consecutive texts of this length."""
+    tiles: Tensor
+    """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. A tile has whole texts."""
+    segments: Tensor
+    """[T] int32: the number of each row's text."""
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with the parameters of nn.MultiheadAttention; see replace.py."""
+
+    num_heads: int
+    in_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    out_proj: nn.Module
+    causal: bool
+    """Whether a token sees only tokens that are not after it. A mask is then ignored, since it says the same."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            x: [B, S, C] or, with `packing`, [T, C].
+            mask: [S, S] or [B * H, S, S], is added to the scores.
+            packing: Where the texts are in x. Their attention is causal.
+        """
+        *shape, width = x.shape
+        heads = 3, self.num_heads, width // self.num_heads
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(*shape, *heads)
+        if packing is not None:
+            return self.out_proj(packed_attention(qkv, *packing))
+        if self.causal:
+            mask = None
+        if mask is None and is_fast(qkv):
+            return self.out_proj(short_attention(qkv, self.causal))
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unflatten(0, (-1, self.num_heads))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        return self.out_proj(out.transpose(1, 2).reshape(x.shape))
+
+
+def is_fast(qkv: Tensor) -> bool:
+    """Return whether the Triton kernel is faster than torch's for qkv, [B, S, 3, H, D]."""
+    fits = qkv.shape[1] <= MAX_ROWS and qkv.shape[-1] <= MAX_ROWS and qkv.dtype in HALVES
+    return fits and has_fast_kernel(qkv.device)
+
+
+@cache
+def has_fast_kernel(device: torch.device) -> bool:
+    """Return whether the Triton kernels were measured to be faster on such a device: since the H100."""
+    return has_kernel(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the Triton kernels run on this device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# The operators have a written backward, because autograd records nothing inside an operator.
+
+
+@torch.library.custom_op("disco_ds::short_attention", mutates_args=())
+def short_attention(qkv: Tensor, causal: bool) -> Tensor:
+    """Attend within each sequence of qkv, [B, S, 3, H, D], with a Triton kernel. Return [B, S, C]."""
+    from disco_ds.models.fast import tile_kernels
+
+    S = qkv.shape[1]
+    out = tile_kernels.attend(qkv.contiguous().flatten(0, 1), None, None, S, causal, _fit(S))
+    return out.view(*qkv.shape[:2], -1)
+
+
+@torch.library.custom_op("disco_ds::short_attention_backward", mutates_args=())
+def _short_backward(grad: Tensor, qkv: Tensor, causal: bool) -> Tensor:
+    from disco_ds.models.fast import tile_kernels
+
+    S = qkv.shape[1]
+    rows = qkv.contiguous().flatten(0, 1)
+    found = tile_kernels.backpropagate(grad.flatten(0, 1), rows, None, None, S, causal, _fit(S))
+    return found.view(qkv.shape)
+
+
+@torch.library.custom_op("disco_ds::packed_attention", mutates_args=())
+def packed_attention(qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
+    """Attend causally within each text of qkv, [T, 3, H, D]; see Packing. Return [T, C].
+
+    On a GPU, a Triton kernel computes it; no text may be longer than MAX_ROWS.
+    """
+    if qkv.is_cuda:
+        from disco_ds.models.fast import tile_kernels
+
+        return tile_kernels.attend(qkv.contiguous(), tiles, segments, 0, True, MAX_ROWS)
+    T, _, H, D = qkv.shape
+    out = qkv.new_empty(T, H * D)
+    for rows, (count, length) in _split(groups):
+        q, k, v = qkv[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out[rows].view(count, length, H, D).copy_(found.transpose(1, 2))
+    return out
+
+
+@torch.library.custom_op("disco_ds::packed_attention_backward", mutates_args=())
+def _packed_backward(
+    grad: Tensor, qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor
+) -> Tensor:
+    if qkv.is_cuda:
+        from disco_ds.models.fast import tile_kernels
+
+        return tile_kernels.backpropagate(
+            grad, qkv.contiguous(), tiles, segments, 0, True, MAX_ROWS
+        )
+    _, _, H, D = qkv.shape
+    found = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    for rows, (count, length) in _split(groups):
+        # 16-bit values are multiplied in fp32, as in torch's kernels.
+        exact = torch.promote_types(qkv.dtype, torch.float32)
+        q, k, v = qkv[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4).to(exact)
+        g = grad[rows].reshape(count, length, H, D).transpose(1, 2).to(exact)
+        future = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu_(1)
+        p = (q @ k.transpose(2, 3) * D**-0.5).masked_fill_(future, -torch.inf).softmax(-1)
+        grad_p = g @ v.transpose(2, 3)
+        grad_scores = p * (grad_p - (p * grad_p).sum(-1, keepdim=True)) * D**-0.5
+        grads = grad_scores @ k, grad_scores.transpose(2, 3) @ q, p.transpose(2, 3) @ g
+        into = found[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4)
+        for part, value in zip(into, grads, strict=True):
+            part.copy_(value)
+    return found
+
+
+def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Yield the rows, the number and the length of each group of texts of equal length."""
+    start = 0
+    for length, count in groups.tolist():
+        yield slice(start, start + length * count), (count, length)
+        start += length * count
+
+
+def _fit(length: int) -> int:
+    """Return the number of rows of a tile for a sequence of this length."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+@short_attention.register_fake
+def _(qkv: Tensor, causal: bool) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[3] * qkv.shape[4])
+
+
+@packed_attention.register_fake
+def _(qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
+
+
+@_short_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, causal: bool) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+@_packed_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _keep_short(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, ctx.causal = inputs
+    ctx.save_for_backward(qkv)
+
+
+def _keep_packed(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+short_attention.register_autograd(
+    lambda ctx, grad: (_short_backward(grad, *ctx.saved_tensors, ctx.causal), None),
+    setup_context=_keep_short,
+)
+packed_attention.register_autograd(
+    lambda ctx, grad: (_packed_backward(grad, *ctx.saved_tensors), None, None, None),
+    setup_context=_keep_packed,
+)
+
+
+@register_flop_formula(torch.ops.disco_ds.short_attention)
+def _(qkv: Any, *_: Any, **__: Any) -> int:
+    B, S, _, H, D = qkv
+    return 4 * B * S * S * H * D
+
+
+@register_flop_formula(torch.ops.disco_ds.short_attention_backward)
+def _(grad: Any, qkv: Any, *_: Any, **__: Any) -> int:
+    B, S, _, H, D = qkv
+    return 10 * B * S * S * H * D

@@ -1,0 +1,63 @@
+"""Parts of the towers that compute the same as open_clip's, with the same parameters, in less time.
+
+They replace open_clip's modules in a model that has been built (replace.py), so initialization, names of parameters and
+everything around them are open_clip's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from disco_ds.models.fast.attention import Packing
+
+
+class Block(nn.Module):
+    """A residual block with the children of open_clip's, whose attention is an `Attention`."""
+
+    ln_1: nn.Module
+    attn: nn.Module
+    ls_1: nn.Module
+    ln_2: nn.Module
+    mlp: nn.Sequential
+    ls_2: nn.Module
+    ln_attn: nn.Module
+
+    def forward(
+        self,
+        x: Tensor,
+        k_x: None = None,
+        v_x: None = None,
+        attn_mask: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """Run the block on x: [B, S, C] or, with `packing`, [T, C]. k_x and v_x exist for open_clip's calls."""
+        attended = self.attn(self.ln_1(x), attn_mask, packing)
+        if hasattr(self, "ln_attn"):
+            attended = self.ln_attn(attended)
+        x = x + self.ls_1(attended)
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
+
+    def get_weight_dtype(self) -> torch.dtype:
+        """Return the dtype of the weights, which open_clip asks for."""
+        return next(self.mlp.parameters()).dtype
+
+
+class Patches(nn.Conv2d):
+    """A convolution whose kernel is as large as its stride, as a matrix product of the patches.
+
+    The convolution's gradient with respect to its weight takes 9 to 18 ms of a step of ViT-B/32 (H200, 2,048 images).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, c, H, W] to [B, C, H / p, W / q]. Pixels after the last whole patch are not used."""
+        p, q = self.kernel_size
+        B, c, height, width = x.shape
+        h, w = height // p, width // q
+        if not h * w:
+            return super().forward(x)  # raises torch's error
+        x = x[:, :, : h * p, : w * q].reshape(B, c, h, p, w, q)
+        patches = x.permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, c * p * q)
+        out = F.linear(patches, self.weight.flatten(1), self.bias)
+        return out.transpose(1, 2).unflatten(2, (h, w))

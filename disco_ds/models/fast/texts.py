@@ -1,0 +1,184 @@
+"""Text towers that do not compute padding.
+
+A causal tower whose feature is the token at the end of the text gives the same feature and gradients without the tokens
+after it. So the tokens of all texts of a micro-batch are packed into one tensor [T, C]. Everything but the attention
+works on single tokens, and the attention of the packed texts is in attention.py. Towers of Hugging Face mask their
+padding; their texts are cut to the longest one. Towers that attend to padding, such as SigLIP's, stay as they are.
+"""
+
+# m texts of L tokens with padding; T tokens without it; C is the width of the tower.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from open_clip.hf_model import HFTextEncoder
+from open_clip.transformer import TextTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from disco_ds.models.fast.attention import HALVES, MAX_ROWS, Packing, has_kernel
+from disco_ds.models.fast.blocks import Block
+
+CountTokens = Callable[[Tensor], np.ndarray]
+"""Returns how many tokens of each text [m, L] a tower needs, [m]. For a text on a GPU, the host waits."""
+
+
+class PackedText(TextTransformer):
+    """open_clip's causal text tower, on packed tokens."""
+
+    def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
+        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        return (
+            encode_packed(self, text, lengths) if runs_packed(self, text) else super().forward(text)
+        )
+
+
+class CutText(HFTextEncoder):
+    """open_clip's tower from Hugging Face, on texts that are cut to the longest one."""
+
+    def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
+        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        if lengths is None:
+            lengths = _count_to_last(x != self.config.pad_token_id)
+        # Multiples of 8, so that torch.compile and the allocator meet only a few lengths.
+        return super().forward(x[:, : -(-int(lengths.max()) // 8) * 8])
+
+
+def find_counter(model: Any) -> CountTokens | None:
+    """Return how to count the tokens that the model's text tower needs, or None if it needs all of them."""
+    tower = getattr(model, "text", model)
+    if isinstance(tower, CutText):
+        return lambda text: _count_to_last(text != tower.config.pad_token_id)
+    if not packs(tower):
+        return None
+    pool_type, eos = _read_pooling(tower)
+    if pool_type == "argmax":
+        return lambda text: text.argmax(-1).cpu().numpy() + 1
+    return lambda text: torch.eq(text, eos or 0).int().argmax(-1).cpu().numpy() + 1
+
+
+def packs(tower: Any) -> bool:
+    """Return whether `encode_packed` can run this text tower, which may also be a CLIP that contains its parts."""
+    if not can_pack(tower):
+        return False
+    return all(isinstance(block, Block) for block in tower.transformer.resblocks)
+
+
+def runs_packed(tower: Any, text: Tensor) -> bool:
+    """Return whether the tower runs on packed tokens in the current precision, on the device of `text`.
+
+    On a GPU, only the Triton kernels make it worth it. They take 16-bit values and short texts.
+    """
+    if not text.is_cuda:
+        return True
+    dtype = tower.transformer.get_cast_dtype()
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    return text.shape[1] <= MAX_ROWS and dtype in HALVES and has_kernel(text.device)
+
+
+def can_pack(tower: Any) -> bool:
+    """Return whether tokens after the pooled one change nothing in this tower of open_clip."""
+    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
+    return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
+
+
+def is_causal(tower: Any) -> bool:
+    """Return whether the mask of this tower of open_clip is the causal one, without a mask for padding."""
+    adds = getattr(tower, "cls_emb", None) is not None or getattr(tower, "use_pad_mask", False)
+    return getattr(tower, "attn_mask", None) is not None and not adds
+
+
+def _read_pooling(tower: Any) -> tuple[str | None, int | None]:
+    """Return open_clip's pool_type of a text tower, and its end token."""
+    if isinstance(tower, TextTransformer):
+        return tower.pool_type, tower.eos_id
+    return getattr(tower, "text_pool_type", None), getattr(tower, "text_eos_id", None)
+
+
+def _count_to_last(needed: Tensor) -> np.ndarray:
+    """Return the number of tokens up to the last needed one of each text [m, L], at least 1."""
+    places = torch.arange(1, needed.shape[1] + 1, device=needed.device)
+    return (needed * places).amax(1).clamp(min=1).cpu().numpy()
+
+
+def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor:
+    """Return the features [m, D] of texts [m, L], without their padding.
+
+    Args:
+        tower: A tower for which `packs` is true.
+        text: The tokens.
+        lengths: What the function from `find_counter` returns. None: it is called, and the host waits for the device.
+    """
+    if lengths is None:
+        count = find_counter(tower)
+        assert count is not None
+        lengths = count(text)
+    tokens, positions, last, packing = pack(text, lengths)
+    dtype = tower.transformer.get_cast_dtype()
+    x = tower.token_embedding(tokens).to(dtype)
+    x = x + F.embedding(positions, tower.positional_embedding).to(dtype)
+    for block in tower.transformer.resblocks:
+        if tower.transformer.grad_checkpointing:
+            x = checkpoint(block, x, None, None, None, packing, use_reentrant=False)
+        else:
+            x = block(x, packing=packing)
+    x = tower.ln_final(x.index_select(0, last))
+    projection = tower.text_projection
+    if projection is None:
+        return x
+    return projection(x) if isinstance(projection, nn.Linear) else x @ projection
+
+
+def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
+
+    T is rounded up by texts of one token at the start, which nothing reads: the allocator meets only a few sizes.
+
+    Args:
+        text: [m, L] tokens.
+        lengths: [m], the number of tokens of each text.
+
+    Returns:
+        The tokens and their positions in the text, [T]; the row of the last token of each text, [m]; and where the
+        texts are.
+    """
+    m = len(lengths)
+    unit = max(m // 4, 1)
+    num_spare = -int(lengths.sum()) % unit
+    order = np.argsort(lengths, kind="stable")
+    owner = np.concatenate([np.zeros(num_spare, np.int64), order])
+    length = np.concatenate([np.ones(num_spare, np.int64), lengths[order]])
+    end = length.cumsum()
+    last = np.empty(m, np.int64)
+    last[order] = end[num_spare:] - 1
+    tiles = _tile(end)
+    counts = np.unique_counts(length)
+    groups = torch.from_numpy(np.stack([counts.values, counts.counts], 1))
+    # One copy, from pinned memory on a GPU.
+    ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
+    ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
+    n = len(length)
+    owner_, length_, end_, last_, tiles_ = ints.split([n, n, n, m, len(tiles)])
+    T = int(end[-1])
+    numbers = torch.arange(n, device=text.device)
+    segments = numbers.repeat_interleave(length_, output_size=T)
+    start = end_ - length_
+    positions = torch.arange(T, device=text.device) - start[segments]
+    tokens = text[owner_[segments], positions]
+    return tokens, positions, last_, Packing(groups, tiles_.int(), segments.int())
+
+
+def _tile(end: np.ndarray) -> np.ndarray:
+    """Divide texts, which end before the rows `end`, into tiles of at most MAX_ROWS rows, or of one longer text."""
+    starts = [0]
+    number = 0
+    while number < len(end):
+        number = max(number + 1, int(np.searchsorted(end, starts[-1] + MAX_ROWS, side="right")))
+        starts.append(int(end[number - 1]))
+    return np.array(starts)

@@ -1,0 +1,198 @@
+"""Triton kernels for the attention of short sequences, forward and backward.
+
+A tile is up to ROWS consecutive token rows that contain whole sequences: one image, or several texts. One program
+computes one tile for one head. All scores of a tile are in registers at once, so the softmax needs a single pass, and
+the backward recomputes it instead of reading the output or row sums. Each value is read and written once, and there are
+no atomics, so results are reproducible bit by bit. Only attention.py imports this file.
+"""
+
+# T token rows, H heads of width D. qkv is [T, 3, H, D]; `tiles` has the first row of each tile and, at the end, T.
+# Triton interprets annotations of a kernel's arguments, so the kernels have no type annotations.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _find_rows(tiles, segments, length, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """Return this tile's rows, the row after its last one, and the sequence of each row."""
+    tile = tl.program_id(0)
+    if PACKED:
+        first = tl.load(tiles + tile)
+        end = tl.load(tiles + tile + 1)
+    else:
+        first = tile * length
+        end = first + length
+    rows = first + tl.arange(0, ROWS)
+    segment = tl.zeros((ROWS,), tl.int32)
+    if PACKED:
+        segment = tl.load(segments + rows, mask=rows < end, other=-1)
+    return rows, end, segment
+
+
+@triton.jit
+def _load(base, rows, columns, end, stride, D: tl.constexpr):
+    mask = (rows[:, None] < end) & (columns[None, :] < D)
+    return tl.load(base + rows[:, None].to(tl.int64) * stride + columns[None, :], mask, 0.0)
+
+
+@triton.jit
+def _store(base, values, rows, columns, end, stride, D: tl.constexpr):
+    mask = (rows[:, None] < end) & (columns[None, :] < D)
+    at = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    tl.store(at, values.to(base.dtype.element_ty), mask)
+
+
+@triton.jit
+def _probabilities(q, k, rows, end, segment, scale, CAUSAL: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+    visible = (segment[:, None] == segment[None, :]) & (rows[None, :] < end)
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= rows[None, :])
+    scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.max(scores, 1)
+    # Rows after the end of the tile see nothing.
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(scores - largest[:, None])
+    total = tl.sum(weights, 1)
+    return weights / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def forward_kernel(
+    qkv,
+    tiles,
+    segments,
+    out,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Write softmax(q k' scale) v. WIDTH is the power of two that is at least D."""
+    head = tl.program_id(1)
+    rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
+    columns = tl.arange(0, WIDTH)
+    base = qkv + head * D
+    q = _load(base, rows, columns, end, 3 * H * D, D)
+    k = _load(base + H * D, rows, columns, end, 3 * H * D, D)
+    v = _load(base + 2 * H * D, rows, columns, end, 3 * H * D, D)
+    p = _probabilities(q, k, rows, end, segment, scale, CAUSAL)
+    values = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    _store(out + head * D, values, rows, columns, end, H * D, D)
+
+
+@triton.jit
+def backward_kernel(
+    qkv,
+    tiles,
+    segments,
+    grad,
+    grad_qkv,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Write the gradients of q, k and v from the gradient of the output."""
+    head = tl.program_id(1)
+    rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
+    columns = tl.arange(0, WIDTH)
+    base = qkv + head * D
+    q = _load(base, rows, columns, end, 3 * H * D, D)
+    k = _load(base + H * D, rows, columns, end, 3 * H * D, D)
+    v = _load(base + 2 * H * D, rows, columns, end, 3 * H * D, D)
+    g = _load(grad + head * D, rows, columns, end, H * D, D)
+    p = _probabilities(q, k, rows, end, segment, scale, CAUSAL)
+    base = grad_qkv + head * D
+    grad_v = tl.dot(tl.trans(p.to(g.dtype)), g, input_precision="ieee")
+    _store(base + 2 * H * D, grad_v, rows, columns, end, 3 * H * D, D)
+    grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
+    grad_scores = p * (grad_p - tl.sum(p * grad_p, 1)[:, None]) * scale
+    grad_scores = grad_scores.to(q.dtype)
+    grad_q = tl.dot(grad_scores, k, input_precision="ieee")
+    _store(base, grad_q, rows, columns, end, 3 * H * D, D)
+    grad_k = tl.dot(tl.trans(grad_scores), q, input_precision="ieee")
+    _store(base + H * D, grad_k, rows, columns, end, 3 * H * D, D)
+
+
+def attend(
+    qkv: Tensor, tiles: Tensor | None, segments: Tensor | None, length: int, causal: bool, rows: int
+) -> Tensor:
+    """Compute the attention within each sequence.
+
+    Args:
+        qkv: [T, 3, H, D], contiguous.
+        tiles: [tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are one
+            sequence and one tile.
+        segments: [T] int32: the number of each row's sequence.
+        length: Rows of a sequence. Not used with `tiles`.
+        causal: Whether a row sees only rows that are not after it.
+        rows: Maximum number of rows of a tile: a power of two, at least 16.
+
+    Returns:
+        [T, H * D].
+    """
+    T, _, H, D = qkv.shape
+    out = qkv.new_empty(T, H * D)
+    _launch(forward_kernel, qkv, tiles, segments, (out,), length, causal, rows)
+    return out
+
+
+def backpropagate(
+    grad: Tensor,
+    qkv: Tensor,
+    tiles: Tensor | None,
+    segments: Tensor | None,
+    length: int,
+    causal: bool,
+    rows: int,
+) -> Tensor:
+    """Compute the gradient of qkv from the gradient [T, H * D] of the output of `attend`."""
+    found = torch.empty_like(qkv)
+    outputs = grad.contiguous(), found
+    _launch(backward_kernel, qkv, tiles, segments, outputs, length, causal, rows)
+    return found
+
+
+def _launch(kernel, qkv, tiles, segments, tensors, length, causal, rows):
+    T, _, H, D = qkv.shape
+    count = T // length if tiles is None else len(tiles) - 1
+    if not count:
+        return
+    packed = tiles is not None
+    places = (tiles, segments) if packed else (qkv, qkv)  # any pointer will do if it is not read
+    width = max(16, triton.next_power_of_2(D))
+    # Measured on an H100 for tiles of 32 to 128 rows and heads of width 64.
+    small = rows * width <= 64 * 64 or (kernel is backward_kernel and width <= 64)
+    warps = 4 if small else 8
+    kernel[(count, H)](
+        qkv,
+        *places,
+        *tensors,
+        length,
+        D**-0.5,
+        H=H,
+        D=D,
+        WIDTH=width,
+        ROWS=rows,
+        CAUSAL=causal,
+        PACKED=packed,
+        num_warps=warps,
+        num_stages=1,
+    )
