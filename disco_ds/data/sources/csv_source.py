@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_CHECKED = 16
 """Maximum number of rows that are tried before the file is refused. They are the first rows of nominal shards."""
+_QUOTE = 'quote the caption, as in "a dog, running", and write a quote inside it twice'
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +71,8 @@ class Table(Source):
         """Find the rows of a csv file.
 
         Raises:
-            ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, or if
-                none of several rows can be read.
+            ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, if two
+                columns have the same name, or if none of several rows can be read.
         """
         path = Path(shards).expanduser()
         try:
@@ -83,6 +84,8 @@ class Table(Source):
                 starts, fingerprint = _find_rows(file, separator, first)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+        if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
+            raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
         templates = [*settings.captions, settings.group_by or ""]
         fields = {field for template in templates for field in list_fields(template)}
@@ -112,7 +115,7 @@ class TableReader:
         """Return the row's values by column, with the image's bytes in place of its path.
 
         Raises:
-            BrokenSample: If the row is malformed or too short, or if its image cannot be read.
+            BrokenSample: If the row is malformed, too short or too long, or if its image cannot be read.
             OSError: If the csv file itself cannot be read.
         """
         table, row = self._table, self._first[shard] + entry
@@ -120,9 +123,16 @@ class TableReader:
         data = os.pread(self._file.fileno(), stop - start, start)
         try:
             lines = io.StringIO(data.decode(), newline="\n")
-            values = next(csv.reader(lines, delimiter=table.separator), [])
-        except (UnicodeDecodeError, csv.Error) as error:
+            values = next(csv.reader(lines, delimiter=table.separator, strict=True), [])
+        except csv.Error as error:
+            raise BrokenSample(f"the row cannot be read: {error}; {_QUOTE}") from None
+        except UnicodeDecodeError as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
+        # Spreadsheets may write empty values behind the last column.
+        if any(values[len(table.columns) :]):
+            raise BrokenSample(
+                f"the row has {len(values)} values, but there are {len(table.columns)} columns; {_QUOTE}"
+            )
         named = dict(zip(table.columns, values, strict=False))
         if table.image not in named:
             raise BrokenSample(
@@ -193,7 +203,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
     starts.append(position)
     if joined:
         logger.warning(
-            "%s: quotes are not closed, so each of these ranges of lines is read as one row: %s",
+            "%s: quotes are not closed, so each of these ranges of lines is one broken row: %s",
             file.name,
             ", ".join(joined[:5]),
         )
