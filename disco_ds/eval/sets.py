@@ -2,7 +2,7 @@
 
     shards          .tar files with their manifest.json (disco-ds index)
     csv             image paths and captions, for retrieval and validation; columns as in open_clip
-                    unless the settings name others
+                    unless the settings name others; rows with the same path are one image
     image folder    one sub-folder per class: ImageNet val, -Sketch and -R (named by WordNet id),
                     -v2 (named 0 to 999), or named after the classes
     clip_benchmark  test/nshards.txt, test/0.tar ...; captions in .txt members, one per line, or labels
@@ -24,6 +24,7 @@ from typing import Any
 from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.config.text_file import read_text
 from disco_ds.data import (
+    CaptionedImages,
     ImageFolder,
     Manifest,
     Table,
@@ -57,7 +58,7 @@ class ImageSet:
     """
 
     name: str
-    source: Manifest | ImageFolder | Table
+    source: Manifest | ImageFolder | CaptionedImages
     data: DataSettings
     """How to read the images: the members that may contain them, and their maximum size."""
     text: str
@@ -136,7 +137,8 @@ def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSett
             caption = _CSV_CAPTION
         columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
         data = data.model_copy(update=columns)
-        return ImageSet(name, Table.load(path, data), data, caption)
+        source = CaptionedImages.load(Table.load(path, data), caption)
+        return ImageSet(name, source, data, "{captions}")
     images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
     if isinstance(images.source, ImageFolder):
         raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")

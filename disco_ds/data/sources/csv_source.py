@@ -16,7 +16,7 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import BrokenSample, read_regular
-from disco_ds.data.images.decode import list_fields
+from disco_ds.data.images.decode import fill_template, list_fields
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Source
 
@@ -118,7 +118,14 @@ class TableReader:
             BrokenSample: If the row is malformed, too short or too long, or if its image cannot be read.
             OSError: If the csv file itself cannot be read.
         """
-        table, row = self._table, self._first[shard] + entry
+        values = self.read_row(self._first[shard] + entry)
+        sample = {column: value.encode() for column, value in values.items()}
+        sample[self._table.image] = read_regular(self._table.find(values[self._table.image]))
+        return sample
+
+    def read_row(self, row: int) -> dict[str, str]:
+        """Return the values of a row by column. Raises the same exceptions as `read`."""
+        table = self._table
         start, stop = table.starts[row : row + 2].tolist()
         data = os.pread(self._file.fileno(), stop - start, start)
         try:
@@ -138,9 +145,7 @@ class TableReader:
             raise BrokenSample(
                 f"the row has no {table.image}: it has {len(values)} of {len(table.columns)} values"
             )
-        sample = {column: value.encode() for column, value in named.items()}
-        sample[table.image] = read_regular(table.find(named[table.image]))
-        return sample
+        return named
 
     def name(self, shard: int, entry: int) -> str:
         """Return `file/row number`, for messages."""
@@ -149,6 +154,61 @@ class TableReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+@dataclass(frozen=True, eq=False)
+class CaptionedImages(Source):
+    """The images of a table, each with the captions of all rows that name it. Evaluations read tables this way."""
+
+    table: Table
+    caption: str
+    """Template of a row's caption."""
+    rows: list[list[int]]
+    """The rows of each image."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of images in each nominal shard."""
+        return divide(len(self.rows))
+
+    def open(self, num_slots: int, window: int) -> CaptionedReader:
+        """Open the file for reading in one process."""
+        return CaptionedReader(self)
+
+    @classmethod
+    def load(cls, table: Table, caption: str) -> CaptionedImages:
+        """Group the rows of a table by image. A broken row is a group of its own, so that it is counted."""
+        rows: dict[str | int, list[int]] = {}
+        with closing(TableReader(table)) as reader:
+            for row in range(table.num_samples):
+                key: str | int = row
+                with suppress(BrokenSample):
+                    key = os.path.abspath(table.find(reader.read_row(row)[table.image]))
+                rows.setdefault(key, []).append(row)
+        return cls(table, caption, list(rows.values()))
+
+
+class CaptionedReader(TableReader):
+    """Reads the images of a table by (nominal shard, entry)."""
+
+    def __init__(self, images: CaptionedImages) -> None:
+        super().__init__(images.table)
+        self._images = images
+        self._entries = [0, *accumulate(images.sizes)]
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the image under the name of its column, and its captions, one per line, under "captions"."""
+        image = self._table.image
+        captions = []
+        for row in map(self.read_row, self._images.rows[self._entries[shard] + entry]):
+            with suppress(BrokenSample):
+                captions.append(fill_template(self._images.caption, row))
+        data = read_regular(self._table.find(row[image]))
+        return {image: data, "captions": "\n".join(captions).encode()}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `file/row number` of the image's first row, for messages."""
+        return f"{self._table.path.name}/row {self._images.rows[self._entries[shard] + entry][0]}"
 
 
 def _check_rows(table: Table) -> None:
