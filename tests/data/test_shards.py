@@ -171,6 +171,7 @@ def test_manifest_roundtrip(tmp_path: Path) -> None:
         "name": "00000.tar",
         "samples": 3,
         "bytes": (tmp_path / "00000.tar").stat().st_size,
+        "tag": str((tmp_path / "00000.tar").stat().st_mtime_ns),
     }
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tar") == [
         "manifest.json"
@@ -220,6 +221,8 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
         ('{"version": 1, "shards": [{"name": "0.tar"}]}', "'samples'"),
         ('{"version": 1, "shards": [{"name": "0.tar", "sample": 3}]}', "'samples'"),
         (good.replace('"samples": 2', '"samples": 0'), "no complete sample"),
+        (good.replace('"samples": 2', '"samples": -2', 1), "is not a whole number"),
+        (good.replace('"samples": 2', '"samples": true', 1), "is not a whole number"),
     ]:
         path.write_text(text)
         assert words in refusal(tmp_path)

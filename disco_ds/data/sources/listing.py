@@ -150,14 +150,17 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
         base: Folder to which local paths are relative.
 
     Raises:
-        ValueError: If two shards have the same name.
+        ValueError: If two shards have the same name or path.
     """
     urls: dict[str, str] = {}
+    paths = set()
     for place in places:
         name = _find_name(place, start)
-        if name in urls:
+        path = name if is_remote(place) else os.path.normpath(base / Path(place).expanduser())
+        if name in urls or path in paths:
             raise ValueError(f"the shard {name} is named twice")
         urls[name] = place
+        paths.add(path)
     names = tuple(sorted(urls))
     if is_remote(place):
         return Listing(Path(), names, {name: urls[name] for name in names})
