@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,8 @@ class Run:
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
     """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
+    overflows: list[float] = field(default_factory=list)
+    """fp16's loss scale after each of the last steps in a row whose update it skipped."""
 
 
 def build(
