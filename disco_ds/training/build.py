@@ -128,15 +128,12 @@ def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
     """
     done, batch = schedule.first_samples, schedule.previous_batch
     end = done + (num_steps - schedule.first_step) * batch
-    before, now = (
-        learning_rate(
-            samples / schedule.warmup_batch,
-            total / schedule.warmup_batch,
-            config.peak_lr,
-            config.optim,
-        )
-        for samples, total in ((done - batch, end), (done, schedule.num_samples))
-    )
+
+    def find_rate(samples: int, end: int) -> float:
+        unit = schedule.warmup_batch
+        return learning_rate(samples / unit, end / unit, config.peak_lr, config.optim)
+
+    before, now = find_rate(done - batch, end), find_rate(done, schedule.num_samples)
     is_warm = done >= config.optim.warmup_steps * schedule.warmup_batch
     if comm.rank() == 0 and is_warm and now > before:
         logger.warning(

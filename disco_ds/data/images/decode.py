@@ -303,9 +303,8 @@ def _look_up(name: str, members: Members, item: float) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise LookupError(f"{{{name}}} is {value or 'null'}")
     if isinstance(value, (bool, dict)):
-        kind = "an object" if isinstance(value, dict) else "a boolean"
         raise ValueError(
-            f"{{{name}}} is {kind}, not a text or a number; name one of its entries or another field"
+            f"{{{name}}} is of the type {type(value).__name__}, not a text or a number"
         )
     if isinstance(value, list):
         raise ValueError(

@@ -23,8 +23,7 @@ class ImageFolder(Source):
     the Reader.
 
     Raises:
-        ValueError: If there is no sub-folder, if none contains an image, or if two names differ only in blanks at an
-            end.
+        ValueError: If there is no sub-folder, or if none contains an image.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -39,10 +38,6 @@ class ImageFolder(Source):
         )
         # Labels have no blanks at their ends, because the label of a sample is a filled template, which has none.
         self.classes = [name.strip() for name in self.folders]
-        if len(set(self.classes)) < len(self.folders):
-            raise ValueError(
-                f"{folder} has sub-folders whose names differ only in blanks at an end; rename them"
-            )
         self.files = [
             sorted(
                 name for name in os.listdir(self.folder / label) if name.lower().endswith(_SUFFIXES)
