@@ -72,8 +72,14 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         if ema:
             raise ValueError(f"{path} is an export, which has only one set of weights: omit --ema")
         return _read_folder(path)
-    if (path / CHECKPOINTS).is_dir():
-        return _read_checkpoint(find_latest(path), ema)
+    while (path / CHECKPOINTS).is_dir():
+        latest = find_latest(path)
+        try:
+            return _read_checkpoint(latest, ema)
+        except Exception:
+            # If the run is still training, it may have replaced the checkpoint by a newer one in the meantime.
+            if latest.is_dir():
+                raise
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path, ema)
     raise ValueError(

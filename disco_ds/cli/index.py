@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # With --check, local shards are read only if their size has changed. The manifest's counts of
-                # remote shards are not used: these shards are counted again, except those with published counts.
+                # With --check, local shards are read only if their size or time has changed. The manifest's counts
+                # of remote shards are not used: these shards are counted again, except those with published counts.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not listing.whole:  # ignore the manifest's entries for other shards
         known = {name: known[name] for name in listing.names if name in known}
-    changes = compare(known.values(), manifest.shards)
+    changes = compare(known.values(), manifest.shards, tags=is_remote)
     for change in changes:
         print(change)
     print(f"{path} is {'stale' if changes else 'up to date'}: {count}")

@@ -139,7 +139,9 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
         metrics: Names of the metrics.
         args: Arguments of the command.
     """
-    best = values[..., 0].mean(axis=2).argmin(axis=1)
+    # A rate whose loss is not a number is never the best.
+    losses = numpy.nan_to_num(values[..., 0].mean(axis=2), nan=math.inf)
+    best = losses.argmin(axis=1)
     chosen = values[numpy.arange(len(best)), best]
     num_parents = len(args.parents)
     means, errors = chosen.mean(axis=1), find_errors(chosen)
@@ -151,7 +153,8 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     # Branches of one parent have the same seed, so compare each with its parent's branch of the smallest batch.
     worse = chosen[..., :1] - chosen[:1, :, :1]
     within = worse.mean(axis=1) <= 2 * find_errors(worse)
-    largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)
+    fitting = [batch for batch, fits in zip(args.batches, within, strict=True) if fits]
+    largest = f"{max(fitting):,}" if fitting else "none, because the smallest batch has no loss"
     text = "\n".join(
         [
             f"{args.samples:,} samples; learning rates {args.rates} x sqrt(batch ratio) x the parent's rate; "
@@ -159,7 +162,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
             "",
             *lines,
             "",
-            f"Largest batch whose loss is at most two standard errors above the smallest batch's: {largest:,}"
+            f"Largest batch whose loss is at most two standard errors above the smallest batch's: {largest}"
             if num_parents > 1
             else "A single parent has no standard error: add parents with other seeds.",
             "",

@@ -154,7 +154,7 @@ class EvalSettings(Settings):
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
     """Name of a labeled set -> file with its class names. A text file has one class name per line,
-    or a label and a class name per line. A JSON file contains a list of class names, or a
+    or a label, a tab and a class name per line. A JSON file contains a list of class names, or a
     mapping from label to class name."""
     templates: dict[str, str] = Field({})
     """Name of a labeled set -> file of prompt templates, in which {} or {c} stands for the class

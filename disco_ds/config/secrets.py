@@ -11,6 +11,8 @@ import os
 import re
 
 _NAMES = r"[\w-]*(?:signature|\bsig|token|secret|passw|pwd|credential|authorization|cookie|api[-_]?key|access[-_]?key)"
+_QUERY = "key|auth|bearer|cred|hmac|jwt|pass|sas|session|session[-_]?id|ticket"
+"""Ends of names of a credential in a query. Elsewhere, these words have other meanings."""
 _SCHEME = r"(?:bearer|basic|token)\s+"
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)
@@ -20,6 +22,8 @@ _PATTERNS = [
         r"(?P<what>https?://)(?P<value>[^/\s:@'\"$][^/\s:@'\"]*)(?=@)",
         # ?X-Amz-Signature=..., "Authorization: Bearer ..."
         rf"(?P<what>{_NAMES}[\w-]*['\"]?\s*[=:]\s*['\"]?(?:{_SCHEME})?)(?!{_SCHEME})(?P<value>[^\s&'\"$(`][^\s&'\"]*)",
+        # ?key=..., &auth=...
+        rf"(?P<what>[?&][\w.-]*(?:{_QUERY})=)(?P<value>[^\s&'\"$(`][^\s&'\"]*)",
         # --password ...
         rf"(?P<what>\s-{_NAMES}[\w-]*(?<!-file)\s+['\"]?)(?P<value>[^\s'\"$(`-][^\s'\"]*)",
         # curl -u user:password

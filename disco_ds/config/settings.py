@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -39,11 +40,18 @@ class Settings(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError(f"{str(value).lower()} is not valid here")
-        is_mapping = get_origin(annotation) is dict and isinstance(value, dict)
-        for text in value.values() if is_mapping else [value]:
-            if isinstance(text, str):
-                refuse_secret(text)
+        for text in _list_texts(value):
+            refuse_secret(text)
         return value
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value of mappings and lists, except the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _list_texts(item)
 
 
 def explain_value(key: str, item: Any) -> str:

@@ -9,7 +9,7 @@ from disco_ds.names import shorten
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file, without a byte order mark.
 
     Args:
         path: The file.
@@ -19,7 +19,7 @@ def read_text(path: Path, what: str) -> str:
         ValueError: If the file cannot be read or is not UTF-8 text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(

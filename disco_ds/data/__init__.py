@@ -22,7 +22,7 @@ from disco_ds.data.pipeline.staging import Staging
 from disco_ds.data.pipeline.step_data import MicroBatch, StepData
 from disco_ds.data.sources.base import Reader, SampleForm, Source
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.csv_source import Table
+from disco_ds.data.sources.csv_source import CaptionedImages, Table
 from disco_ds.data.sources.folder import ImageFolder, sort_labels
 from disco_ds.data.sources.listing import is_table, resolve_shards
 from disco_ds.data.sources.load import fingerprint, load_sources
@@ -30,6 +30,7 @@ from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write
 
 __all__ = [
     "BrokenSample",
+    "CaptionedImages",
     "DataError",
     "ImageFolder",
     "ImageSpec",

@@ -73,9 +73,15 @@ def init(timeout_s: float) -> None:
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     diagnostics.record_collectives()
+    backend = get_accelerator().communication_backend_name()
+    if os.environ["WORLD_SIZE"] == "1" and not torch.distributed.is_initialized():
+        # A rank alone needs no port. torch's TCPStore would listen on all interfaces, and let anybody change its keys.
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     try:
         dist.init_distributed(
-            dist_backend=get_accelerator().communication_backend_name(),
+            dist_backend=backend,
             auto_mpi_discovery=False,
             timeout=timeout,
             verbose=False,

@@ -66,4 +66,4 @@ def describe(results: Sequence[Result]) -> str:
 def _format(metric: str, value: float) -> str:
     if "loss" in metric:
         return f"{value:.4f}"
-    return f"{value:g}" if "median" in metric else f"{value:.2%}"
+    return f"{value:.3g}" if "median" in metric or metric == "linear_C" else f"{value:.2%}"

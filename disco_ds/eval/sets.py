@@ -2,7 +2,7 @@
 
     shards          .tar files with their manifest.json (disco-ds index)
     csv             image paths and captions, for retrieval and validation; columns as in open_clip
-                    unless the settings name others
+                    unless the settings name others; rows with the same path are one image
     image folder    one sub-folder per class: ImageNet val, -Sketch and -R (named by WordNet id),
                     -v2 (named 0 to 999), or named after the classes
     clip_benchmark  test/nshards.txt, test/0.tar ...; captions in .txt members, one per line, or labels
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.config.text_file import read_text
 from disco_ds.data import (
+    CaptionedImages,
     ImageFolder,
     Manifest,
     Table,
@@ -38,6 +40,8 @@ from disco_ds.data import (
 logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
 _IMAGENET = "imagenet"
+_WNID = r"n\d{8}"
+"""Matches a WordNet id."""
 _SHARDS_CAPTION = EvalSettings().caption_key
 """The default of eval.caption_key."""
 _CSV_IMAGE = "filepath"
@@ -57,7 +61,7 @@ class ImageSet:
     """
 
     name: str
-    source: Manifest | ImageFolder | Table
+    source: Manifest | ImageFolder | CaptionedImages
     data: DataSettings
     """How to read the images: the members that may contain them, and their maximum size."""
     text: str
@@ -136,7 +140,8 @@ def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSett
             caption = _CSV_CAPTION
         columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
         data = data.model_copy(update=columns)
-        return ImageSet(name, Table.load(path, data), data, caption)
+        source = CaptionedImages.load(Table.load(path, data), caption)
+        return ImageSet(name, source, data, "{captions}")
     images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
     if isinstance(images.source, ImageFolder):
         raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
@@ -174,7 +179,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
         raise ValueError(f"there is no folder {folder}")
     if _is_benchmark(folder):
         manifest = index_shards(folder / "test")
-        num_expected = (folder / "test" / "nshards.txt").read_text().strip()
+        num_expected = read_text(folder / "test" / "nshards.txt", "file").strip()
         if num_expected != str(len(manifest.shards)):
             raise ValueError(
                 f"{folder / 'test'} has {len(manifest.shards)} .tar files, but its nshards.txt "
@@ -230,13 +235,14 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     """Read the class name of each label from a file.
 
-    The file is JSON (a list, or a mapping from label to name) or text (in each line a name, or a label
-    and its name). If the file has only names, they belong to the labels in sorted order. But if all labels
-    are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
+    The file is JSON (a list, or a mapping from label to name) or text (in each line a name, or a label,
+    a tab and its name). A blank separates label and name only if the lines cannot be names. If the file
+    has only names, they belong to the labels in sorted order. But if all labels are numbers, the first
+    name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
-        ValueError: If the file cannot be read, or a label has no name. Also if the file has only names, the
-            labels are not all numbers, and there are more names than labels.
+        ValueError: If the file cannot be read, or a label has no name, or the lines can be read in both ways. Also if
+            the file has only names, the labels are not all numbers, and there are more names than labels.
     """
     text = read_text(path, "class name file")
     given: Any = [line.strip() for line in text.splitlines() if line.strip()]
@@ -246,9 +252,17 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
     else:
-        words = [line.split(None, 1) for line in given]
-        if all(len(pair) == 2 for pair in words) and set(labels) <= {pair[0] for pair in words}:
-            given = dict(words)
+        separator = "\t" if all("\t" in line for line in given) else None
+        words = [line.split(separator, 1) for line in given]
+        named = {pair[0].strip(): pair[-1].strip() for pair in words}
+        if separator or (all(len(pair) == 2 for pair in words) and set(labels) <= named.keys()):
+            if not separator and _may_be_names(given, labels):
+                label, name = words[0]
+                raise ValueError(
+                    f"{path}: the name of label {label} may be {name!r} or {given[0]!r}; write a tab between label "
+                    "and name, or a JSON list if there are no labels in the file"
+                )
+            given = named
     values = given.values() if isinstance(given, dict) else given
     if not all(isinstance(name, str) for name in values):
         raise ValueError(f"{path} must contain class names, or a mapping from label to class name")
@@ -264,7 +278,20 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
             f"{path} must contain one name for each label; class names: {len(given)}, labels: "
             f"{len(labels)}, labels without a name: {', '.join(missing[:3]) or 'none'}"
         )
+    repeated = {name for name, count in Counter(names.values()).items() if count > 1}
+    if repeated:
+        logger.warning(
+            "%s: several classes have the same name: %s", path, ", ".join(sorted(repeated))
+        )
     return names
+
+
+def _may_be_names(lines: list[str], labels: Collection[str]) -> bool:
+    """Return whether lines that begin with the labels may nevertheless be the names of the labels in sorted order."""
+    if all(re.fullmatch(_WNID, label) for label in labels):
+        return False
+    reaches = all(label.isdecimal() and int(label) < len(lines) for label in labels)
+    return len(lines) == len(labels) or reaches
 
 
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
@@ -288,7 +315,7 @@ def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
         names = dict(zip(keys, IMAGENET_CLASSNAMES, strict=True))
         return {label: names[label] for label in labels}
     span = f"{labels[0]} ... {labels[-1]}"
-    if all(re.fullmatch(r"\d+|n\d{8}", label) for label in labels):
+    if all(re.fullmatch(rf"\d+|{_WNID}", label) for label in labels):
         raise ValueError(
             f"the sub-folders ({span}) are neither wnids of ImageNet-1k nor 0 to 999, so their "
             f"class names are unknown; give a file with the names: eval.classes.{name}=FILE"

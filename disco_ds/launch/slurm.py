@@ -12,11 +12,20 @@ def adopt_slurm() -> None:
     MASTER_ADDR is the first host of the job step, where rank 0 runs. MASTER_PORT is derived from the
     IDs of the job and the step, so that two jobs on one host use different ports. It is below the
     range of ephemeral ports, which the kernel gives to other connections.
+
+    Raises:
+        ValueError: If only some of srun's variables are set.
     """
     env = os.environ
     # SLURM_PROCID alone is not enough: a batch script also has it, but is not a task of a job step.
     if "RANK" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return
+    required = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    if missing := [name for name in required if name not in env]:
+        raise ValueError(
+            f"SLURM_STEP_ID and SLURM_PROCID are set but not {', '.join(missing)}: start with srun, which sets all of "
+            "them, or unset SLURM_PROCID to run a single rank"
+        )
     # Take the first entry of the list. Its brackets may contain commas: node[003-006,010] -> node003.
     first = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[0]
     env.setdefault("MASTER_ADDR", re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from disco_ds.config.recipe_yaml import parse
-from disco_ds.config.text_file import write_text
+from disco_ds.config.text_file import read_text, write_text
 
+logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
 """Folder name of a complete checkpoint."""
@@ -86,15 +88,24 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
 def find_newest(runs: Path, name: str) -> Path | None:
     """Return the folder with the highest number among runs/name, runs/name-2, ...; None if there is none.
 
-    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides.
+    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. Without a readable
+    config.yaml, the folder is not considered.
     """
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
-    found = [
-        (int(match.group(1) or 1), config.parent)
-        for config in runs.glob(f"*/{CONFIG}")
-        if (match := numbered.fullmatch(config.parent.name))
-        and parse(config.read_text(encoding="utf-8"), str(config))["name"] == name
-    ]
+    found = []
+    for config in runs.glob(f"*/{CONFIG}"):
+        if match := numbered.fullmatch(config.parent.name):
+            try:
+                tree = parse(read_text(config, "settings"), str(config))
+                if tree["name"] == name:
+                    found.append((int(match.group(1) or 1), config.parent))
+            except (ValueError, TypeError, KeyError) as error:
+                logger.warning(
+                    "%s cannot be resumed, because its %s is damaged: %s",
+                    config.parent,
+                    CONFIG,
+                    error,
+                )
     return max(found)[1] if found else None
 
 

@@ -5,10 +5,11 @@ The training loop is in loop.py.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,9 @@ from disco_ds.runs.run_log import say
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
-from disco_ds.training.engine import Engine, build_engine
+from disco_ds.training.engine import Engine, build_engine, learning_rate
 
+logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
 
 
@@ -113,6 +115,36 @@ class Run:
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
     """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
+    overflows: list[float] = field(default_factory=list)
+    """fp16's loss scale after each of the last steps in a row whose update it skipped."""
+
+
+def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
+    """On rank 0, warn if a resumed run has a higher learning rate than before, because it is longer.
+
+    Args:
+        config: Settings of the stage.
+        schedule: Length of the run.
+        num_steps: Length of the run in steps when the checkpoint was saved.
+    """
+    done, batch = schedule.first_samples, schedule.previous_batch
+    end = done + (num_steps - schedule.first_step) * batch
+
+    def find_rate(samples: int, end: int) -> float:
+        unit = schedule.warmup_batch
+        return learning_rate(samples / unit, end / unit, config.peak_lr, config.optim)
+
+    before, now = find_rate(done - batch, end), find_rate(done, schedule.num_samples)
+    is_warm = done >= config.optim.warmup_steps * schedule.warmup_batch
+    if comm.rank() == 0 and is_warm and now > before:
+        logger.warning(
+            "the learning rate rises from %.3g to %.3g, because the run is longer than before and "
+            "optim.schedule=%s lowers the rate towards its end. To extend a run, train it with "
+            "optim.schedule=constant, and resume from a checkpoint before the decay with optim.schedule=cooldown",
+            before,
+            now,
+            config.optim.schedule,
+        )
 
 
 def build(
@@ -222,6 +254,7 @@ def build(
             # stage has ended, a comparison with the new stage would log its planned changes as unexpected.
             before = recipe.at_sample(schedule.first_samples - 1)
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
+            warn_of_rise(config, schedule, saved.meta["num_steps"])
     metrics = MetricsLogger(
         folder,
         find_writers(engine, wandb),

@@ -10,6 +10,7 @@ import logging
 import math
 import shlex
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from disco_ds.config import CheckpointSettings, Config, EvalSettings
+from disco_ds.config.schedule import Schedule
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
@@ -106,7 +108,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     Raises:
         DataStopError: If a rank could not read its data. The message says whether progress was saved.
         FloatingPointError: If the loss or the gradient was not finite in more than
-            config.skip_nonfinite batches in a row.
+            config.skip_nonfinite batches in a row, or if fp16 skips all updates.
     """
     config = run.config
     run.loss.accuracy = is_logged
@@ -153,10 +155,34 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     run.skipped_in_a_row = 0
     # If the fp16 loss scaler has skipped the update, the loss must not update its state either.
     if output.grad_norm is not None:
+        run.overflows.clear()
         run.loss.commit()
         if config.optim.ema:
             update_average(run.engine, config.optim.ema)
+    else:
+        run.overflows.append(run.engine.optimizer.loss_scale)
+        refuse_overflows(run.overflows, step + 1, run.schedule)
     return output
+
+
+def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> None:
+    """Stop a run that fp16 cannot train, as it would finish without having trained anything.
+
+    Args:
+        scales: The loss scale after each of the last steps in a row whose update was skipped.
+        step: Number of completed steps.
+        schedule: Length of the run.
+
+    Raises:
+        FloatingPointError: If the loss scale could have been halved to 1, or no step of this process was an update.
+    """
+    most = math.log2(max(scales[0], 1)) + 1
+    if len(scales) > most or step == schedule.last_step == schedule.first_step + len(scales):
+        raise FloatingPointError(
+            f"step {step}: the gradients of the last {len(scales)} steps in a row overflowed in fp16, at loss scales "
+            f"down to {scales[-1]:g}, so these steps updated nothing; use bf16 or torch_autocast, or lower "
+            "fp16.initial_scale_power and fp16.hysteresis"
+        )
 
 
 def find_rate(run: Run, step: int) -> float:

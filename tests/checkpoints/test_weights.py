@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoints.checkpoint import identity, shape
+from disco_ds.checkpoints.checkpoint import identity, read, shape
 from disco_ds.checkpoints.retention import META, find_latest
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, build_from, read_weights
 from disco_ds.config import EmaSettings, ModelSettings, render_ds_config
@@ -306,3 +306,28 @@ def test_read_weights_runs_no_code_that_was_not_written_there_and_names_the_chec
         read_weights(tmp_path / "run")
     assert not (tmp_path / "ran").exists()
     assert read_weights(older).origin == older
+
+
+def test_weights_of_a_run_that_is_training_are_those_of_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write_tiny(tmp_path)
+    model = build_model(ModelSettings(name=name))
+    old = write_run(tmp_path / "run", model, name, step=7)
+    new = write_run(tmp_path / "run", model, name, step=8)
+
+    def replace(path: Path) -> Any:
+        """Replace the checkpoint between its choice and its reading, as the saves of a run do."""
+        if path.name == new.name:
+            new.rename(new.with_name("step-00000009"))
+            shutil.rmtree(old)
+        return read(path)
+
+    monkeypatch.setattr("disco_ds.checkpoints.weights.read", replace)
+    assert read_weights(tmp_path / "run").origin.name == "step-00000009"
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="not a complete disco_ds checkpoint"):
+        read_weights(new)
+    (new.with_name("step-00000009") / "engine" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_weights(tmp_path / "run")

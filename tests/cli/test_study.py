@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ def test_report_chooses_the_rate_and_pairs_the_parents(
     assert "| 256 | x1 | 3.1100 ± " in out
     assert "two standard errors above the smallest batch's: 128\n" in out
     assert (tmp_path / "study.md").read_text() in out
+    values[0, 0, 1] = values[2] = math.nan
+    report(values, ["eval/a_loss_at_64", "eval/a_top1"], args)
+    out = capsys.readouterr().out
+    assert "| 64 | x2 | 3.0000" in out
+    assert "| 256 | x1 | nan" in out
+    assert "two standard errors above the smallest batch's: 128\n" in out
+    report(numpy.full_like(values, math.nan), ["eval/a_loss_at_64", "eval/a_top1"], args)
+    assert "the smallest batch's: none, " in capsys.readouterr().out
     args.parents = [1]
     report(values[:, :, :1], ["eval/a_loss_at_64", "eval/a_top1"], args)
     assert "A single parent has no standard error" in capsys.readouterr().out

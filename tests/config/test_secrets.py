@@ -21,10 +21,16 @@ WRITTEN_OUT = [
     "pipe:curl -u me:hunter2 https://h/{0..9}.tar",
     "pipe:AWS_SECRET_ACCESS_KEY=hunter2 aws s3 cp s3://b/{0..9}.tar -",
     "pipe:fetch --password hunter2 {0..9}.tar",
+    "https://h/{0..9}.tar?key=hunter2",
+    "https://h/{0..9}.tar?a=1&auth=hunter2",
+    "https://h/{0..9}.tar?jwt=hunter2&a=1",
+    "https://h/{0..9}.tar?subscription-key=hunter2",
+    "pipe:curl 'https://h/{0..9}.tar?session_id=hunter2'",
     "pipe:curl ftp://me:hunter2@host/{0..9}.tar",
 ]
 HARMLESS = [
-    "https://host:8080/secret-bucket/{0..9}.tar?download=true&key=7",
+    "https://host:8080/secret-bucket/{0..9}.tar?download=true&page=7",
+    "https://h/{0..9}.tar?keyword=dog&author=me&sort=key&key=$KEY&auth=${AUTH}",
     "https://$USER:$PASS@host/{0..9}.tar?token=$TOKEN&X-Amz-Signature=${SIG}",
     'pipe:curl -H "Authorization: Bearer $TOKEN" -u me:$PASS https://h/{0..9}.tar',
     "pipe:AWS_SECRET_ACCESS_KEY=$(cat key) aws s3 cp s3://tokens/{0..9}.tar -",
@@ -47,6 +53,8 @@ def test_literal_secret_is_refused_and_not_repeated(
         f"data.shards={text}",
         f"eval.labeled.x={text}",
         f"data.sources=[{{shards: {text!r}}}]",
+        f"deepspeed.comet={{workspace: {text!r}}}",
+        f"loss.options={{a: {{b: [1, {text!r}]}}}}",
         text,
     ):
         assert main(["train", "--dry-run", "--config", "quickstart", override]) == 2

@@ -188,7 +188,17 @@ def test_image_keys_are_tried_in_order() -> None:
 
 FIELDS = {
     "txt": b" a cat \n",
-    "json": json.dumps({"n": 3, "list": ["a", "b"], "none": None}).encode(),
+    "json": json.dumps(
+        {
+            "n": 3,
+            "list": ["a", "b"],
+            "none": None,
+            "nan": math.nan,
+            "infinite": [-math.inf],
+            "true": True,
+            "object": {"en": "a dog", "de": "ein Hund"},
+        }
+    ).encode(),
 }
 
 
@@ -199,6 +209,9 @@ FIELDS = {
         ("{json[n]}: {json[list][1]}", "3: b"),
         ("photo of {txt}", "photo of  a cat"),
         ("x", "x"),
+        ("{json[nan]|txt}", "a cat"),
+        ("{json[infinite][*]|json[none]|txt}", "a cat"),
+        ("{json[object][de]}", "ein Hund"),
     ],
 )
 def test_template_is_filled(template: str, caption: str) -> None:
@@ -213,6 +226,11 @@ def test_template_is_filled(template: str, caption: str) -> None:
         ("{json[none]}", "null"),
         ("{json[list]}", "{json[list][0]}"),
         ("{json[list][2]}", "IndexError"),
+        ("{json[nan]}", "LookupError: {json[nan]} is nan"),
+        ("{json[infinite][0]}", "LookupError: {json[infinite][0]} is -inf"),
+        ("{json[true]|txt}", "{json[true]} is of the type bool"),
+        ("{json[object]|txt}", "{json[object]} is of the type dict"),
+        ("{json}", "{json} is of the type dict"),
         ("", "is empty"),
         ("{}", ""),
     ],

@@ -14,7 +14,7 @@ from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, load_sources
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
-from disco_ds.data.remote.stores import describe
+from disco_ds.data.remote.stores import Version, describe
 from helpers.machine import many_open_files
 from helpers.remote import ALL, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
@@ -180,7 +180,10 @@ def test_failing_command_tells_its_status_and_nothing_else(
     names = [shard.name for shard in shards.shards]
     urls = [f"pipe:echo secret; exit 3 # {name}" for name in names]
     cache = ShardCache(
-        urls, names, [7] * len(names), RemoteSettings(cache=tmp_path / "cache", tries=1)
+        urls,
+        names,
+        [Version(7, "")] * len(names),
+        RemoteSettings(cache=tmp_path / "cache", tries=1),
     )
     with pytest.raises(DataError) as error:
         cache.open(2)
@@ -192,7 +195,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
 
 def test_command_is_read_by_a_process_with_many_open_files(tmp_path: Path) -> None:
     cache = ShardCache(
-        ["pipe:echo a shard"], ["0.tar"], [8], RemoteSettings(cache=tmp_path, tries=1)
+        ["pipe:echo a shard"], ["0.tar"], [Version(8, "")], RemoteSettings(cache=tmp_path, tries=1)
     )
     with many_open_files(), cache.open(0) as file:
         assert file.fileno() >= 1024
@@ -217,7 +220,7 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
         cache = ShardCache(
             [f"pipe:{command}"],
             ["0.tar"],
-            [7],
+            [Version(7, "")],
             RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3),
         )
         with pytest.raises(DataError, match=words):

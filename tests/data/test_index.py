@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disco_ds.cli.main import main
+from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest, load_manifest, load_sources
 from disco_ds.data.sources.listing import NAME
+from disco_ds.data.sources.manifest import read_manifest
 from disco_ds.data.sources.tar import TarIndex
 from helpers.shards import SIZES, settings, write_shards, write_tar
 from helpers.web import serve
@@ -33,11 +37,12 @@ def test_index_writes_then_counts_only_what_has_changed(
 ) -> None:
     assert run(folder) == 0
     assert capsys.readouterr().out == f"{folder / NAME}: 3 shards, 10 samples\n"
-    # The content changed but not the size: the count is kept, so the file was not read.
+    # The content changed, but neither the size nor the time: the count is kept, so the file was not read.
     path = folder / "00001.tar"
-    size = path.stat().st_size
+    found = path.stat()
     write_tar(path, [("0.txt", b"")])
-    os.truncate(path, size)
+    os.truncate(path, found.st_size)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert run(folder) == 0
     assert load_manifest(folder).sizes == [3, 5, 2]
     write_tar(path, [("0.txt", b"")])
@@ -63,6 +68,12 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     assert capsys.readouterr().out.endswith(
         f"{folder / NAME} is up to date: 3 shards, 10 samples\n"
     )
+    path, whole = folder / "00001.tar", (folder / "00001.tar").read_bytes()
+    write_tar(path, [("0.txt", b"")])
+    os.truncate(path, len(whole))
+    assert run(folder, "--check") == 1
+    assert "00001.tar: 1 samples" in capsys.readouterr().out
+    path.write_bytes(whole)
     write_shards(folder.parent / "other", [4])
     (folder / "00000.tar").write_bytes((folder.parent / "other" / "00000.tar").read_bytes())
     (folder / "00001.tar").rename(folder / "x.tar")
@@ -103,12 +114,50 @@ def test_index_elsewhere_and_of_a_part(
 def test_published_counts_are_used_and_files_that_are_not_json_are_ignored(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    split = {"filenames": ["00000.tar", "part/00001.tar"], "shard_lengths": [30, 50]}
+    split = {"filenames": ["00000.tar", "part/00001.tar"], "shard_lengths": [2, 4]}
     (folder / "_info.json").write_text(json.dumps({"splits": {"train": split}}))
     (folder / "00002_stats.json").write_text("{")
     assert run(folder) == 0
-    assert load_manifest(folder).sizes == [30, 50, 2]
+    assert load_manifest(folder).sizes == [2, 4, 2]
     assert f"{folder}/00002_stats.json is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("count", [-5, True, 10**30, 21, 2.0, "2", None, [2]])
+def test_published_counts_that_are_impossible_are_not_used(folder: Path, count: Any) -> None:
+    assert max(path.stat().st_size for path in folder.glob("*.tar")) == 20 * 1024
+    (folder / "sizes.json").write_text(json.dumps({"00000.tar": count}))
+    (folder / "00001_stats.json").write_text(json.dumps({"successes": count}))
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 5, 2]
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [{"name": "train", "filenames": ["00000.tar"], "shard_lengths": [1]}],
+        {"train": [1]},
+        {"train": {"filenames": 5, "shard_lengths": [1]}},
+        {"train": {"filenames": [5], "shard_lengths": None}},
+    ],
+)
+def test_published_files_of_another_form_are_ignored(folder: Path, splits: Any) -> None:
+    (folder / "_info.json").write_text(json.dumps({"splits": splits}))
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 5, 2]
+
+
+def test_only_regular_files_are_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(folder / "pipe.tar")
+    (folder / "zero.tar").symlink_to("/dev/zero")
+    assert run(folder) == 2
+    error = capsys.readouterr().err
+    assert "unreadable shards (2): " in error
+    assert error.count("not a regular file") == 2
+    with pytest.raises(ValueError, match=r"missing shards: pipe\.tar, zero\.tar"):
+        load_sources(settings(folder, index="none", slots=1))
+    (folder / "list.txt").write_text(f"00000.tar\n../{folder.name}/00000.tar\n")
+    assert run(folder / "list.txt", "--to", folder / "m.json") == 2
+    assert "is named twice" in capsys.readouterr().err
 
 
 def test_index_of_a_server_and_a_command(
@@ -144,7 +193,42 @@ def test_index_of_a_server_and_a_command(
     assert run(command, "--to", tmp_path / "pipe.json") == 2
     assert "pipe:" in capsys.readouterr().err
     assert run(command, "--to", tmp_path / "pipe.json", "--pipe") == 0
-    assert (tmp_path / "pipe.json").read_text() == (tmp_path / "remote.json").read_text()
+    piped, remote = (read_manifest(tmp_path / name) for name in ("pipe.json", "remote.json"))
+    assert piped == {name: shard._replace(tag="") for name, shard in remote.items()}
+
+
+@pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
+def test_corrected_shard_of_the_same_size_is_fetched_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tag: str
+) -> None:
+    local = write_shards(tmp_path / "shards", [3, 3], lambda index, _: {"txt": b"wrong %d" % index})
+    path, manifest = local.folder / "00001.tar", tmp_path / "remote.json"
+
+    def read(url: str, **changes: Any) -> bytes:
+        own = RemoteSettings(cache=tmp_path / "cache")
+        (found,) = load_sources(settings(url, remote=own, **{"manifest": manifest, **changes}))
+        with closing(found.open(1, 1)) as reader:
+            return reader.read(1, 2)["txt"]
+
+    with serve(local.folder) as server:
+        url = f"{server.url}/{{00000..00001}}.tar"
+        command = (url, "--to", manifest, "--cache", tmp_path / "cache")
+        if tag == "ETag":
+            server.etags[f"/{path.name}"] = '"one"'
+        assert run(*command) == 0
+        assert read(url) == read(url, index="none", manifest=None, slots=1) == b"wrong 5"
+        time = path.stat().st_mtime
+        path.write_bytes(path.read_bytes().replace(b"wrong", b"right"))
+        if tag == "ETag":
+            server.etags[f"/{path.name}"] = '"two"'
+        os.utime(path, (time, time if tag == "ETag" else time - 100))
+        assert run(*command, "--check") == 1
+        assert "00001.tar: 3 samples" in capsys.readouterr().out
+        before = server.asked.copy()
+        assert run(*command) == 0
+        assert read(url) == read(url, index="none", manifest=None, slots=1) == b"right 5"
+        assert server.asked["/00000.tar"] == before["/00000.tar"]
+        assert run(*command, "--check") == 0
 
 
 @pytest.mark.parametrize(

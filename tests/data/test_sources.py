@@ -272,15 +272,21 @@ def test_csv_paths_may_be_relative_to_the_working_directory(
 def test_csv_odd_rows_cost_a_sample_each(tmp_path: Path) -> None:
     path = write_table(tmp_path, 20)
     text = path.read_bytes().replace(b"filepath", b"\xef\xbb\xbffilepath", 1)
-    path.write_bytes(text + b"\n\r\nimages/1.png\timages/1.png\xff\nimages/1.png\n")
+    rows = b"\n\r\nimages/1.png\timages/1.png\xff\nimages/1.png\n"
+    rows += b'images/1.png\t1\tno quotes\tcut\nimages/1.png\t1\t"a \\"big\\" dog"\n'
+    path.write_bytes(text + rows + b"images/1.png\t1\tan empty value\t\n")
     data = settings(path, slots=1, **CSV)
     (table,) = load_sources(data)
-    assert sum(table.sizes) == 22
+    assert sum(table.sizes) == 25
     loader = make_loader([table], data, batch=20)
-    reasons = " ".join(name for _ in range(2) for name in read_step(loader).broken)
+    broken = [name for _ in range(2) for name in read_step(loader).broken]
+    reasons = " ".join(broken)
     loader.close()
     assert "row 20: the row cannot be read: 'utf-8' codec" in reasons
     assert "row 21: caption '{title}': KeyError: 'title'; the sample has filepath" in reasons
+    assert "row 22: the row has 4 values, but there are 3 columns; quote the caption" in reasons
+    assert "row 23: the row cannot be read: '\\t' expected after '\"'; quote the caption" in reasons
+    assert not any("row 24" in name for name in broken)
 
 
 def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
@@ -305,6 +311,8 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
         ),
         ("filepath;title\na;b\n", CSV, "has the columns filepath;title"),
         ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "a.png"),
+        ("filepath,title,title\na.png,b,c\n", CSV, "several columns named title"),
+        ("filepath,title\na.png,a dog, running\nb.png,a cat, asleep\n", CSV, "quote the caption"),
     ],
 )
 def test_csv_that_cannot_be_used_is_refused(

@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from disco_ds.cli.main import main
@@ -97,3 +98,15 @@ def test_hosts_whose_shards_differ_are_refused(tmp_path: Path) -> None:
     assert "data.shards: " in said
     assert f"on {socket.gethostname()} (rank 1)" in said
     assert said.endswith("every host needs the same shards, manifest, csv and model config")
+
+
+def find_listeners() -> list[str]:
+    connections = psutil.Process().net_connections("tcp")
+    return [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
+
+
+def test_run_of_one_rank_listens_on_no_public_interface() -> None:
+    (found,) = run_ranks(find_listeners, 1)
+    assert not {"::", "0.0.0.0"} & set(found)
+    first, _ = run_ranks(find_listeners, 2)
+    assert "::" in first, "torch's store for several ranks"

@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
+from threadpoolctl import threadpool_limits
 
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, read_all
 from disco_ds.eval import evaluate_sets, load_sets
+from disco_ds.eval.probes import train_linear
 from disco_ds.models.clip import build_model, build_tokenizer
 from helpers.dist import run_ranks
 from helpers.shards import encode
@@ -69,14 +71,59 @@ def encode_alone(name: str, settings: EvalSettings) -> list[Any]:
     return parts
 
 
+def vote(distance: Any) -> Any:
+    return np.exp(-distance / 0.07)
+
+
+def make_features(num_classes: int, count: int, seed: int) -> tuple[Any, Any]:
+    """Return unit features that are close to each other, with small differences between classes under large noise."""
+    centers = np.random.default_rng(0).normal(size=(num_classes, 16))
+    labels = np.repeat(np.arange(num_classes), count)
+    features = 50 + 4 * np.random.default_rng(seed).normal(size=(len(labels), 16))
+    features[:, 8:] = 50 + features[:, 8:] / 20 + centers[labels, 8:]
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    return features.astype(np.float32), labels.astype(str)
+
+
+def test_linear_probe_finds_its_regularization() -> None:
+    with threadpool_limits(1):
+        train, labels = make_features(12, 20, 1)
+        test, expected = make_features(12, 20, 2)
+        weak = LogisticRegression(C=0.316, max_iter=1000).fit(train, labels)
+        assert weak.score(test, expected) < 0.5
+        found = train_linear(train, labels)
+        assert found.C >= 1000
+        assert found.score(test, expected) > 0.95
+        # The gradient of many classes is small, which must not end the training.
+        train, labels = make_features(60, 6, 1)
+        test, expected = make_features(60, 6, 2)
+        default = LogisticRegression(C=1e4, max_iter=1000).fit(train, labels)
+        better = train_linear(train, labels).score(test, expected)
+        assert better > default.score(test, expected) + 0.1
+    with pytest.raises(ValueError, match="two labels with several images"):
+        train_linear(train[:7], np.array(["a", *"bbbbbb"]))
+
+
 def test_probes_are_scikit_learns_at_any_number_of_ranks(tmp_path: Path) -> None:
     train, test = write_images(tmp_path / "train", 12, 0), write_images(tmp_path / "test", 7, 1)
     settings = EvalSettings(probes={"colors": {"train": train, "test": test}})
     name = write_tiny(tmp_path, BPE_SIZE)
     ((train_x, train_y, test_x, test_y),) = run_ranks(encode_alone, 1, name, settings)
-    nearest = KNeighborsClassifier(20, metric="cosine").fit(train_x, train_y)
-    linear = LogisticRegression(C=0.316, max_iter=1000, random_state=0).fit(train_x, train_y)
+    nearest = KNeighborsClassifier(20, metric="cosine", weights=vote).fit(train_x, train_y)
+    # A fifth of each class's images, and the strengths in half decades.
+    best: tuple[float, float] = (-1.0, 0.0)
+    shuffled = np.random.default_rng(0).permutation(36)
+    order = shuffled[np.argsort(np.array(train_y)[shuffled], kind="stable")]
+    held_out = set(order[::5].tolist())
+    parts = [[row for row in range(36) if (row in held_out) == held] for held in (False, True)]
+    (x, y), (held_x, held_y) = ((train_x[part], [train_y[row] for row in part]) for part in parts)
+    for exponent in np.arange(-2, 6.5, 0.5):
+        linear = LogisticRegression(C=10**exponent, max_iter=1000, tol=1e-4 / 3).fit(x, y)
+        best = max(best, (linear.score(held_x, held_y), -exponent))
+    strength = 10 ** -best[1]
+    linear = LogisticRegression(C=strength, max_iter=1000, tol=1e-4 / 3).fit(train_x, train_y)
     expected = {"knn": nearest.score(test_x, test_y), "linear": linear.score(test_x, test_y)}
+    expected["linear_C"] = strength
     assert expected["linear"] > 0.4
     counts = {"num_classes": 3, "num_train": 36, "num_images": 21, "num_broken": 1}
     for size in (1, 2):

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from disco_ds.config import DataSettings, EvalSettings
-from disco_ds.data import ImageFolder
+from disco_ds.data import ImageFolder, ImageSpec, read_all
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
 from disco_ds.eval import ImageSet, load_sets
@@ -118,6 +118,9 @@ LABELS = ["n2", "n10", "n3"]
         ),
         ("a.txt", "zero\none\ntwo\n", ["2", "0"], {"0": "zero", "1": "one", "2": "two"}),
         ("a.json", '["zero", "one"]', ["1"], {"0": "zero", "1": "one"}),
+        ("a.txt", "\ufeff1 euro\n2 euro\n", ["x", "y"], {"x": "1 euro", "y": "2 euro"}),
+        ("a.txt", "\ufeff1\t1 euro\n5\t 5 euro\n", ["1", "5"], {"1": "1 euro", "5": "5 euro"}),
+        ("a.txt", "n01440764 tench, fish\n", ["n01440764"], {"n01440764": "tench, fish"}),
         ("a.json", '{"n2": "two", "n9": "nine"}', ["n2"], {"n2": "two"}),
     ],
 )
@@ -144,6 +147,32 @@ def test_class_file_that_does_not_fit_is_refused(
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=said):
         read_classes(tmp_path / name, LABELS)
+
+
+@pytest.mark.parametrize("labels", [["1", "2", "5"], ["0", "2"], ["1", "2", "5", "9"]])
+def test_class_file_that_can_be_read_in_two_ways_is_refused(
+    tmp_path: Path, labels: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Except for the last labels: they are more than the lines, so they must stand in them."""
+    path = tmp_path / "coins.txt"
+    path.write_text("".join(f"{label} euro\n" for label in sorted({"1", *labels})))
+    if len(labels) == 4:
+        path.write_text(path.read_text() + "7 yen\n")
+        assert read_classes(path, labels) == dict.fromkeys(labels, "euro")
+        assert "several classes have the same name: euro" in caplog.text
+        return
+    with pytest.raises(ValueError) as error:
+        read_classes(path, labels)
+    first = min("1", *labels)
+    assert f"the name of label {first} may be 'euro' or '{first} euro'" in str(error.value)
+
+
+def test_class_folder_that_ends_in_a_blank_is_a_class(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pets", ["cat ", "dog"])
+    images = load(folder)
+    assert images.classes == {"cat": "cat", "dog": "dog"}
+    (sample,) = read_all(images.source, images.data, ImageSpec((4, 4)), 0, 1, images.text)
+    assert sample[1] == "cat"
 
 
 def test_template_file_needs_a_place_for_the_class(tmp_path: Path) -> None:

@@ -88,6 +88,45 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
         load_sets(named, DATA)
 
 
+class ByColor(torch.nn.Module):
+    """A perfect model of images whose red channel is the number that their captions begin with."""
+
+    def forward(
+        self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        number = image[:, 0, 0, 0] if image is not None else text  # type: ignore[index]
+        return [F.one_hot(number.long(), 12).float()] * 2 + [torch.full([1], 100.0)] * 2
+
+
+def evaluate_table(folder: Path) -> list[Result]:
+    sets = EvalSettings(
+        validation={"v": str(folder / "five.csv")}, retrieval={"r": str(folder / "five.csv")}
+    )
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([int(text.partition(" ")[0] or 0) for text in texts])
+
+    return evaluate_sets(ByColor(), load_sets(sets, DATA), ImageSpec((4, 4)), tokenize, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: int) -> None:
+    for number in range(12):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    rows = [
+        (number, words) for words in ("", "seen", "shown", "drawn", "again") for number in range(12)
+    ]
+    lines = [f"{'./' * (not words)}{number}.png\t{number} {words}\n" for number, words in rows]
+    # A row without a caption costs that caption alone; an image that is missing is counted once.
+    lines += ["3.png\t\n", "none.png\t0\n", "none.png\t1\n", "4.png\t4\ttoo many\n"]
+    (tmp_path / "five.csv").write_text("filepath\ttitle\n" + "".join(lines))
+    for retrieval, validation in run_ranks(evaluate_table, size, tmp_path):
+        assert retrieval.counts == {"num_images": 12, "num_texts": 60, "num_broken": 2}
+        assert {retrieval.values[f"{way}_r1"] for way in ("i2t", "t2i")} == {1.0}
+        assert validation.counts == {"num_pairs": 12, "num_broken": 2}
+        assert validation.values["i2t_at_12"] == 1.0
+
+
 class Norm(torch.nn.Module):
     """Two towers that consist of one batch normalization."""
 

@@ -9,6 +9,7 @@ from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest
 from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.remote.stores import Version
 from helpers.shards import settings
 
 ALL = "{00000..00007}.tar"
@@ -29,4 +30,5 @@ def open_cache(shards: Manifest, url: str, folder: Path, **changes: Any) -> Shar
     names = [shard.name for shard in shards.shards]
     urls = [f"{url}/{name}" for name in names]
     options = RemoteSettings(**{"cache": folder, "tries": 2, "timeout_s": 20.0, **changes})
-    return ShardCache(urls, names, [shard.bytes for shard in shards.shards], options)
+    versions = [Version(shard.bytes, shard.tag) for shard in shards.shards]
+    return ShardCache(urls, names, versions, options)

@@ -35,6 +35,11 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         else:
             self.send_error(status)
 
+    def end_headers(self) -> None:
+        if tag := self.server.etags.get(self.path):
+            self.send_header("ETag", tag)
+        super().end_headers()
+
     def _send_endlessly(self) -> None:
         """A body without a Content-Length."""
         self.send_response(200)
@@ -100,6 +105,8 @@ class Server(http.server.ThreadingHTTPServer):
         """Paths that are sent in ranges -> places at which the next answers break off."""
         self.tag: str | None = '"one"'
         """Their ETag."""
+        self.etags: dict[str, str] = {}
+        """Path -> ETag of files that are sent whole, next to their time."""
         self.content_range: str | None = None
         """What their answers say instead of their range."""
         self.sent = 0

@@ -67,6 +67,18 @@ def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
     assert find_run_folder(tmp_path, "a", "latest") == tmp_path / "a-10"
 
 
+def test_find_run_folder_passes_over_a_damaged_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, text in enumerate([b"", b"\xff", b"name: [", b"[a]", b"{}", b"name: a"], 2):
+        (tmp_path / f"a-{number}").mkdir()
+        (tmp_path / f"a-{number}" / CONFIG).write_bytes(text)
+    (tmp_path / "a-8" / CONFIG).mkdir(parents=True)
+    assert find_run_folder(tmp_path, "a", "latest") == tmp_path / "a-7"
+    for number in (2, 3, 4, 5, 6, 8):
+        assert f"{tmp_path}/a-{number} cannot be resumed" in caplog.text
+
+
 def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
     for folder, name in (("a", "a"), ("a-2", "a"), ("a-3", "a-3"), ("a-4", "a-3")):
         write_config(tmp_path / folder, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from disco_ds.config import load_config
+from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
@@ -17,7 +19,7 @@ from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
-from disco_ds.training.loop import StopError, agree, train
+from disco_ds.training.loop import StopError, agree, refuse_overflows, train
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -25,7 +27,7 @@ from helpers.launched import (
     equal_checkpoints,
     records,
 )
-from helpers.machine import HAS_FP16
+from helpers.machine import HAS_FP16, needs_fp16
 from helpers.tiny_run import expect, recipe
 
 
@@ -144,6 +146,36 @@ def non_finite_everywhere(path: Path) -> None:
     if HAS_FP16:
         passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
         overflow_at_the_bottom(path)
+
+
+@pytest.mark.parametrize(
+    ("scales", "step", "fails"),
+    [
+        ([2.0**-n for n in range(-15, 1)], 99, False),
+        ([2.0**-n for n in range(-15, 2)], 99, True),
+        ([2.0**24] * 25, 99, False),
+        ([2.0**24] * 26, 99, True),
+        ([0.5, 0.25], 99, True),
+        ([2.0**16] * 2, 100, False),
+        ([2.0**16] * 10, 100, True),
+    ],
+)
+def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails: bool) -> None:
+    """The process begins after step 90. Its other steps were updates."""
+    schedule = Schedule(8, last_step=100, num_steps=200, num_samples=1600, warmup_batch=8)
+    expected = pytest.raises(FloatingPointError, match=f"the last {len(scales)} steps in a row")
+    with expected if fails else nullcontext():
+        refuse_overflows(scales, step, replace(schedule, first_step=90))
+
+
+@needs_fp16
+def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 60}
+    path = recipe(tmp_path, deepspeed={"base": "zero1", **NO_AUTOCAST, "fp16": fp16})
+    with ExitStack() as stack:
+        run = start(load_config(path, ["name=overflow"]), nothing, stack)
+        with pytest.raises(FloatingPointError, match="overflowed in fp16"):
+            train(run)
 
 
 def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):

@@ -268,7 +268,7 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
 
 
 def _fill_field(field: str, members: Members, item: float) -> str:
-    """Return the text of the first alternative of a field that is neither missing, null nor blank."""
+    """Return the text of the first alternative of a field that is neither missing, null, NaN nor blank."""
     *others, last = field.split("|")
     for name in others:
         # Ignore only missing values. Any other error makes the sample broken.
@@ -283,8 +283,8 @@ def _look_up(name: str, members: Members, item: float) -> str:
     """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
 
     Raises:
-        LookupError: If it is missing or null.
-        ValueError: If it is a list.
+        LookupError: If it is missing, null, NaN or infinite.
+        ValueError: If it is a list, an object or a boolean.
     """
     member, *keys = _KEYS.findall(name)
     value = members[member]
@@ -300,8 +300,12 @@ def _look_up(name: str, members: Members, item: float) -> str:
             value = value[int(item * len(value))]
         else:
             value = value[int(key) if isinstance(value, list) else key]
-    if value is None:
-        raise LookupError(f"{{{name}}} is null")
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        raise LookupError(f"{{{name}}} is {value or 'null'}")
+    if isinstance(value, (bool, dict)):
+        raise ValueError(
+            f"{{{name}}} is of the type {type(value).__name__}, not a text or a number"
+        )
     if isinstance(value, list):
         raise ValueError(
             f"{{{name}}} is a list of {len(value)} items; write {{{name}[0]}} for the first, "

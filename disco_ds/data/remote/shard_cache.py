@@ -27,7 +27,7 @@ from typing import BinaryIO
 from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
 from disco_ds.data.images.broken import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch, progress
-from disco_ds.data.remote.stores import StoreError, describe, read_size
+from disco_ds.data.remote.stores import StoreError, Version, describe, read_version
 
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 """Names of cached shards, and of shards being fetched."""
@@ -47,7 +47,7 @@ class ShardCache:
     Args:
         urls: Addresses of the shards.
         names: Their names in messages.
-        sizes: Their sizes in bytes; 0 if unknown. The cache requests an unknown size when it first needs the shard.
+        versions: Their versions. The cache requests the version of a shard of unknown size when it first needs it.
         settings: Folder, size limit and number of attempts.
     """
 
@@ -55,12 +55,12 @@ class ShardCache:
         self,
         urls: Sequence[str],
         names: Sequence[str],
-        sizes: Sequence[int],
+        versions: Sequence[Version],
         settings: RemoteSettings,
     ) -> None:
         self._urls = urls
         self._names = names
-        self._sizes = list(sizes)
+        self._versions = list(versions)
         self._settings = settings
         self.folder = find_folder(settings)
         self._limit = find_limit(settings)
@@ -111,17 +111,18 @@ class ShardCache:
             DataError: If other users could write to the folder, or if the shard's size cannot be read.
         """
         _make_private(self.folder)
-        if not self._sizes[shard]:
+        if not self._versions[shard].bytes:
             url = self._urls[shard]
             try:
-                self._sizes[shard] = read_size(url, self._settings)
+                self._versions[shard] = read_version(url, self._settings)
             except StoreError as error:
                 raise DataError(
                     f"the size of shard {self._names[shard]} cannot be read from {describe(url)}: {error}"
                 ) from None
-        # The size is part of the key, so that a shard that was replaced and indexed again gets a new file. The name is
-        # a hash because the URL may contain secrets.
-        key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
+        # The version is part of the key, so that a shard that was replaced and indexed again gets a new file. The name
+        # is a hash because the URL may contain secrets.
+        size, tag = self._versions[shard]
+        key = hashlib.sha256(f"{size} {tag} {self._urls[shard]}".encode()).hexdigest()
         return self.folder / f"{key}.shard"
 
     def _fetch(self, shard: int, path: Path, ahead: bool = False) -> None:
@@ -152,11 +153,12 @@ class ShardCache:
             try:
                 file.truncate(0)
                 os.fchmod(file.fileno(), _PREFETCHED if ahead else _OPENED)
-                while not self._make_room(file, self._sizes[shard], ahead):
+                size = self._versions[shard].bytes
+                while not self._make_room(file, size, ahead):
                     progress.add()
                     os.utime(file.fileno())
                     time.sleep(_POLL_S)
-                fetch(self._urls[shard], self._names[shard], file, settings, self._sizes[shard])
+                fetch(self._urls[shard], self._names[shard], file, settings, size)
                 os.fsync(file.fileno())
                 partial.rename(path)
             except BaseException:

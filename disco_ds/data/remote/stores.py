@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import obstore
 from obstore.exceptions import (
@@ -172,13 +172,28 @@ def read_blocks(
     return version, blocks()
 
 
-def read_size(url: str, settings: RemoteSettings) -> int:
-    """Return the size of an object in bytes.
+class Version(NamedTuple):
+    """What identifies the content of a file without reading it."""
+
+    bytes: int
+    """Size in bytes; 0 if it is unknown, as for the output of a command."""
+    tag: str
+    """ETag or time of the last modification; "" if the server states neither."""
+
+
+def read_version(url: str, settings: RemoteSettings) -> Version:
+    """Return the version of an object.
 
     Raises:
         StoreError: If all attempts fail.
     """
-    return int(_request(url, settings, obstore.head)["size"])
+    return _make_version(_request(url, settings, obstore.head))
+
+
+def _make_version(meta: Any) -> Version:
+    # obstore returns 1970 if the server does not state the time.
+    time = meta["last_modified"]
+    return Version(meta["size"], meta["e_tag"] or (time.isoformat() if time.timestamp() else ""))
 
 
 def read_object(url: str, settings: RemoteSettings) -> bytes:
@@ -190,20 +205,20 @@ def read_object(url: str, settings: RemoteSettings) -> bytes:
     return _request(url, settings, lambda store, path: bytes(obstore.get(store, path).bytes()))
 
 
-def list_objects(url: str, settings: RemoteSettings) -> dict[str, int]:
+def list_objects(url: str, settings: RemoteSettings) -> dict[str, Version]:
     """List the objects in the folder `url` of a bucket and in its sub-folders.
 
     Returns:
-        The sizes in bytes, by URL.
+        Their versions, by URL.
 
     Raises:
         StoreError: If all attempts fail.
     """
 
-    def read_list(store: Any, path: str) -> dict[str, int]:
+    def read_list(store: Any, path: str) -> dict[str, Version]:
         root = url[: len(url) - len(path)] if path else url
         pages = obstore.list(store, path, chunk_size=1000)
-        return {root + item["path"]: item["size"] for page in pages for item in page}
+        return {root + item["path"]: _make_version(item) for page in pages for item in page}
 
     return _request(url, settings, read_list)
 

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -21,7 +21,7 @@ from disco_ds.data.images.broken import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.sources.listing import Listing, list_folder
-from disco_ds.data.sources.manifest import Manifest, Shard, has_changed, some
+from disco_ds.data.sources.manifest import Manifest, Shard, some
 from disco_ds.data.sources.published_counts import Found, find_counts
 from disco_ds.data.sources.tar import TarIndex, has_data_after_end
 
@@ -49,8 +49,7 @@ def index_shards(
         where: The folder or the listing.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
-        known: Shards of an earlier manifest. They are not counted again, unless they have 0 samples, or are local and
-            have changed in size.
+        known: Shards of an earlier manifest. They are not counted again, unless they have 0 samples or another version.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: Record that missing shards have 0 samples, so that a run leaves them out.
@@ -64,13 +63,13 @@ def index_shards(
         StoreError: If a bucket cannot be listed.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
-    shards = _keep_current(listing, known)
+    before = {shard.name: shard for shard in known}
+    shards: dict[str, Shard] = {}
     failed: dict[str, Exception] = {}
-    names = [name for name in listing.names if name not in shards]
     saved_at = time.monotonic()
     try:
         for name, result in _count_all(
-            listing, names, workers, remote or RemoteSettings(), published
+            listing, before, workers, remote or RemoteSettings(), published
         ):
             if isinstance(result, Shard):
                 shards[name] = result
@@ -81,31 +80,22 @@ def index_shards(
             if progress is not None:
                 progress(len(shards) + len(failed))
             if save is not None and time.monotonic() > saved_at + _SAVE_S:
-                save(_collect(listing, shards))
+                save(_collect(listing, before | shards))
                 saved_at = time.monotonic()
     finally:
         if save is not None and shards:
-            save(_collect(listing, shards))
+            save(_collect(listing, before | shards))
     if failed:
         raise ValueError(f"{_describe_failures(failed)} ({len(shards):,} shards were counted)")
     return _collect(listing, shards)
 
 
-def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
-    """Return the listed shards of an earlier manifest that need not be counted again."""
-    listed = set(listing.names)
-    kept = {}
-    for shard in known:
-        # A shard with 0 samples may have been missing, so it is counted again.
-        if shard.name in listed and shard.samples:
-            with suppress(FileNotFoundError):
-                if listing.urls or not has_changed(listing.folder, shard):
-                    kept[shard.name] = shard
-    return kept
-
-
 def _count_all(
-    listing: Listing, names: list[str], workers: int, remote: RemoteSettings, published: bool
+    listing: Listing,
+    known: Mapping[str, Shard],
+    workers: int,
+    remote: RemoteSettings,
+    published: bool,
 ) -> Iterator[tuple[str, Shard | Exception]]:
     """Count shards. See index_shards.
 
@@ -113,14 +103,14 @@ def _count_all(
         The name of each shard, in any order, and the counted shard or, if it cannot be counted, the error.
     """
     unread = {}
-    for name, found in find_counts(listing, names, remote, published):
+    for name, found in find_counts(listing, remote, published, known):
         if isinstance(found, Exception):
             yield name, found
         elif found.samples is None:
             unread[name] = found
         else:
-            yield name, Shard(name, found.samples, found.bytes)
-    tasks = [(unread[name], listing.urls.get(name)) for name in names if name in unread]
+            yield name, Shard(name, found.samples, *found.version)
+    tasks = [(unread[name], listing.urls.get(name)) for name in listing.names if name in unread]
     count = partial(_count, listing.folder, remote)
     context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
     with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
@@ -152,10 +142,19 @@ def _collect(listing: Listing, shards: dict[str, Shard]) -> Manifest:
     return Manifest(listing.folder, counted, urls)
 
 
-def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
-    """Describe the differences between two counts, one line for each shard that differs."""
+def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]:
+    """Describe the differences between two counts, one line for each shard that differs.
+
+    Args:
+        old: Shards of the manifest.
+        new: The same shards, counted again.
+        tags: Whether shards of the same size and count differ if their tags do.
+    """
     before, after = (
-        {shard.name: f"{shard.samples:,} samples ({shard.bytes:,} bytes)" for shard in shards}
+        {
+            shard.name: f"{shard.samples:,} samples ({shard.bytes:,} bytes{f', {shard.tag}' if tags else ''})"
+            for shard in shards
+        }
         for shards in (old, new)
     )
     return [
@@ -193,7 +192,7 @@ def _count(
                 )
     except (DataError, OSError) as error:
         return error, None
-    return Shard(found.name, len(index), size), problem
+    return Shard(found.name, len(index), size, found.version.tag), problem
 
 
 def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -> Any:
@@ -206,7 +205,7 @@ def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -
     if url is None:
         # Unbuffered: the scan skips from header to header, much further than a buffer would reach.
         return open(folder / found.name, "rb", buffering=0)
-    if found.bytes:
+    if found.version.bytes:
         with suppress(CacheFullError, OSError):
-            return ShardCache([url], [found.name], [found.bytes], remote).open(0)
+            return ShardCache([url], [found.name], [found.version], remote).open(0)
     return fetch_temporary(url, found.name, remote)

@@ -16,7 +16,7 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import BrokenSample, read_regular
-from disco_ds.data.images.decode import list_fields
+from disco_ds.data.images.decode import fill_template, list_fields
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Source
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_CHECKED = 16
 """Maximum number of rows that are tried before the file is refused. They are the first rows of nominal shards."""
+_QUOTE = 'quote the caption, as in "a dog, running", and write a quote inside it twice'
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +71,8 @@ class Table(Source):
         """Find the rows of a csv file.
 
         Raises:
-            ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, or if
-                none of several rows can be read.
+            ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, if two
+                columns have the same name, or if none of several rows can be read.
         """
         path = Path(shards).expanduser()
         try:
@@ -83,6 +84,8 @@ class Table(Source):
                 starts, fingerprint = _find_rows(file, separator, first)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+        if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
+            raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
         templates = [*settings.captions, settings.group_by or ""]
         fields = {field for template in templates for field in list_fields(template)}
@@ -112,25 +115,37 @@ class TableReader:
         """Return the row's values by column, with the image's bytes in place of its path.
 
         Raises:
-            BrokenSample: If the row is malformed or too short, or if its image cannot be read.
+            BrokenSample: If the row is malformed, too short or too long, or if its image cannot be read.
             OSError: If the csv file itself cannot be read.
         """
-        table, row = self._table, self._first[shard] + entry
+        values = self.read_row(self._first[shard] + entry)
+        sample = {column: value.encode() for column, value in values.items()}
+        sample[self._table.image] = read_regular(self._table.find(values[self._table.image]))
+        return sample
+
+    def read_row(self, row: int) -> dict[str, str]:
+        """Return the values of a row by column. Raises the same exceptions as `read`."""
+        table = self._table
         start, stop = table.starts[row : row + 2].tolist()
         data = os.pread(self._file.fileno(), stop - start, start)
         try:
             lines = io.StringIO(data.decode(), newline="\n")
-            values = next(csv.reader(lines, delimiter=table.separator), [])
-        except (UnicodeDecodeError, csv.Error) as error:
+            values = next(csv.reader(lines, delimiter=table.separator, strict=True), [])
+        except csv.Error as error:
+            raise BrokenSample(f"the row cannot be read: {error}; {_QUOTE}") from None
+        except UnicodeDecodeError as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
+        # Spreadsheets may write empty values behind the last column.
+        if any(values[len(table.columns) :]):
+            raise BrokenSample(
+                f"the row has {len(values)} values, but there are {len(table.columns)} columns; {_QUOTE}"
+            )
         named = dict(zip(table.columns, values, strict=False))
         if table.image not in named:
             raise BrokenSample(
                 f"the row has no {table.image}: it has {len(values)} of {len(table.columns)} values"
             )
-        sample = {column: value.encode() for column, value in named.items()}
-        sample[table.image] = read_regular(table.find(named[table.image]))
-        return sample
+        return named
 
     def name(self, shard: int, entry: int) -> str:
         """Return `file/row number`, for messages."""
@@ -139,6 +154,61 @@ class TableReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+@dataclass(frozen=True, eq=False)
+class CaptionedImages(Source):
+    """The images of a table, each with the captions of all rows that name it. Evaluations read tables this way."""
+
+    table: Table
+    caption: str
+    """Template of a row's caption."""
+    rows: list[list[int]]
+    """The rows of each image."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of images in each nominal shard."""
+        return divide(len(self.rows))
+
+    def open(self, num_slots: int, window: int) -> CaptionedReader:
+        """Open the file for reading in one process."""
+        return CaptionedReader(self)
+
+    @classmethod
+    def load(cls, table: Table, caption: str) -> CaptionedImages:
+        """Group the rows of a table by image. A broken row is a group of its own, so that it is counted."""
+        rows: dict[str | int, list[int]] = {}
+        with closing(TableReader(table)) as reader:
+            for row in range(table.num_samples):
+                key: str | int = row
+                with suppress(BrokenSample):
+                    key = os.path.abspath(table.find(reader.read_row(row)[table.image]))
+                rows.setdefault(key, []).append(row)
+        return cls(table, caption, list(rows.values()))
+
+
+class CaptionedReader(TableReader):
+    """Reads the images of a table by (nominal shard, entry)."""
+
+    def __init__(self, images: CaptionedImages) -> None:
+        super().__init__(images.table)
+        self._images = images
+        self._entries = [0, *accumulate(images.sizes)]
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the image under the name of its column, and its captions, one per line, under "captions"."""
+        image = self._table.image
+        captions = []
+        for row in map(self.read_row, self._images.rows[self._entries[shard] + entry]):
+            with suppress(BrokenSample):
+                captions.append(fill_template(self._images.caption, row))
+        data = read_regular(self._table.find(row[image]))
+        return {image: data, "captions": "\n".join(captions).encode()}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `file/row number` of the image's first row, for messages."""
+        return f"{self._table.path.name}/row {self._images.rows[self._entries[shard] + entry][0]}"
 
 
 def _check_rows(table: Table) -> None:
@@ -193,7 +263,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
     starts.append(position)
     if joined:
         logger.warning(
-            "%s: quotes are not closed, so each of these ranges of lines is read as one row: %s",
+            "%s: quotes are not closed, so each of these ranges of lines is one broken row: %s",
             file.name,
             ", ".join(joined[:5]),
         )

@@ -29,18 +29,20 @@ class ImageFolder(Source):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         # Keep classes without images, because they are possible answers in zero-shot classification.
-        self.classes = sort_labels(
+        self.folders = sort_labels(
             [
                 entry.name
                 for entry in os.scandir(self.folder)
                 if entry.is_dir() and not entry.name.startswith(".")
             ]
         )
+        # Labels have no blanks at their ends, because the label of a sample is a filled template, which has none.
+        self.classes = [name.strip() for name in self.folders]
         self.files = [
             sorted(
                 name for name in os.listdir(self.folder / label) if name.lower().endswith(_SUFFIXES)
             )
-            for label in self.classes
+            for label in self.folders
         ]
         self.sizes = [len(names) for names in self.files]
         if not any(self.sizes):
@@ -69,7 +71,7 @@ class ImageFolder(Source):
 
     def name(self, shard: int, entry: int) -> str:
         """Return `class/file`."""
-        return f"{self.classes[shard]}/{self.files[shard][entry]}"
+        return f"{self.folders[shard]}/{self.files[shard][entry]}"
 
     def close(self) -> None:
         """Do nothing: no file is open."""

@@ -26,6 +26,7 @@ from braceexpand import braceexpand
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import expand
+from disco_ds.config.text_file import read_text
 from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
 
 NAME = "manifest.json"
@@ -113,10 +114,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
     Raises:
         ValueError: If the file cannot be read, or lists no shard, a shard twice, or both local and remote shards.
     """
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    lines = [line.strip() for line in read_text(path, "list of shards").splitlines()]
     places = [line for line in lines if line and not line.startswith("#")]
     for place in places:
         refuse_remote(place, remote)
@@ -152,14 +150,17 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
         base: Folder to which local paths are relative.
 
     Raises:
-        ValueError: If two shards have the same name.
+        ValueError: If two shards have the same name or path.
     """
     urls: dict[str, str] = {}
+    paths = set()
     for place in places:
         name = _find_name(place, start)
-        if name in urls:
+        path = name if is_remote(place) else os.path.normpath(base / Path(place).expanduser())
+        if name in urls or path in paths:
             raise ValueError(f"the shard {name} is named twice")
         urls[name] = place
+        paths.add(path)
     names = tuple(sorted(urls))
     if is_remote(place):
         return Listing(Path(), names, {name: urls[name] for name in names})

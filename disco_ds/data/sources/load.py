@@ -59,7 +59,9 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
         missing = [
-            name for name in listing.names if not (listing.urls or (listing.folder / name).exists())
+            name
+            for name in listing.names
+            if not (listing.urls or (listing.folder / name).is_file())
         ]
         if missing:
             raise ValueError(

@@ -20,6 +20,7 @@ from disco_ds.config.data import RemoteSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.order.slots import estimate_open_shards
 from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.remote.stores import Version
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.listing import NAME, Listing, list_folder
 from disco_ds.data.sources.tar import TarReader
@@ -39,6 +40,8 @@ class Shard(NamedTuple):
     """0 if the shard was missing, or with data.index=none."""
     bytes: int
     """Size in bytes; 0 if unknown."""
+    tag: str = ""
+    """ETag or time of the last modification when the shard was counted; "" if unknown."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ class Manifest(Source):
         return self._open_cache().fetch_ahead if self.urls and self.remote.prefetch_shards else None
 
     def _open_cache(self) -> ShardCache:
-        names, sizes = [shard.name for shard in self.shards], [shard.bytes for shard in self.shards]
-        return ShardCache(self.urls, names, sizes, self.remote)
+        names = [shard.name for shard in self.shards]
+        versions = [Version(shard.bytes, shard.tag) for shard in self.shards]
+        return ShardCache(self.urls, names, versions, self.remote)
 
     def label(self, shard: int, entry: int) -> str:
         """Return a name for a sample without reading anything."""
@@ -105,7 +109,12 @@ def read_manifest(path: Path) -> dict[str, Shard]:
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        shards = [Shard(item["name"], item["samples"], item["bytes"]) for item in tree["shards"]]
+        shards = [
+            Shard(item["name"], item["samples"], item["bytes"], item.get("tag", ""))
+            for item in tree["shards"]
+        ]
+        if not all(type(shard.samples) is int and shard.samples >= 0 for shard in shards):
+            raise ValueError("a number of samples is not a whole number")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a manifest ({type(error).__name__}: {error}); write it with disco-ds index"
@@ -171,19 +180,16 @@ def find_changed(manifest: Manifest) -> list[str]:
     Raises:
         FileNotFoundError: If a shard that existed when it was counted no longer exists.
     """
-    if manifest.urls:
-        return []
-    return [shard.name for shard in manifest.shards if has_changed(manifest.folder, shard)]
 
+    def has_changed(shard: Shard) -> bool:
+        try:
+            return os.stat(manifest.folder / shard.name).st_size != shard.bytes
+        except FileNotFoundError:
+            if not shard.bytes:
+                return False
+            raise
 
-def has_changed(folder: Path, shard: Shard) -> bool:
-    """Return whether a local shard's size has changed. See find_changed."""
-    try:
-        return os.stat(folder / shard.name).st_size != shard.bytes
-    except FileNotFoundError:
-        if not shard.bytes:
-            return False
-        raise
+    return [] if manifest.urls else [shard.name for shard in manifest.shards if has_changed(shard)]
 
 
 def some(names: Collection[str]) -> str:

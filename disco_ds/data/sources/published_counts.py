@@ -9,11 +9,14 @@ The counts may be wrong. When tar.py reads a shard, it warns if the number of sa
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +24,14 @@ from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.remote.stores import (
     BUCKETS,
     StoreError,
+    Version,
     describe,
     list_objects,
     read_object,
-    read_size,
+    read_version,
 )
 from disco_ds.data.sources.listing import Listing
+from disco_ds.data.sources.manifest import Shard
 
 _REQUESTS = 32
 """Maximum number of concurrent requests."""
@@ -36,37 +41,36 @@ logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """The published sample count and the size of a shard, found without reading the shard."""
+    """The known or published sample count and the version of a shard, found without reading the shard."""
 
     name: str
     samples: int | None
-    """Published number of samples; None if none is published."""
-    bytes: int
-    """Size in bytes; 0 if it is unknown, as for the output of a command."""
+    """Number of samples; None if it is neither known nor published."""
+    version: Version
 
 
 def find_counts(
-    listing: Listing, names: Sequence[str], remote: RemoteSettings, published: bool = True
+    listing: Listing, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
 ) -> Iterator[tuple[str, Found | Exception]]:
-    """Find the sizes and the published sample counts of shards.
+    """Find the versions and the known or published sample counts of shards.
 
     Args:
-        listing: The listing that contains the shards.
-        names: Names of the shards to look for.
+        listing: The shards.
         remote: Number of attempts and timeout of each request.
-        published: Whether to look for published counts. If False, only sizes are found.
+        published: Whether to look for published counts. If False, only versions are found.
+        known: Shards that were counted before. Their counts are used if their versions have not changed.
 
     Yields:
-        The name of each shard, in any order, and what was found or, if the size cannot be read, the exception. It is
+        The name of each shard, in any order, and what was found or, if its version cannot be read, the exception. It is
         FileNotFoundError if the shard does not exist.
 
     Raises:
         StoreError: If a bucket cannot be listed.
     """
-    places = listing.urls or {name: str(listing.folder / name) for name in names}
-    plain = [places[name] for name in names if _is_plain(places[name])]
+    places = listing.urls or {name: str(listing.folder / name) for name in listing.names}
+    plain = [places[name] for name in listing.names if _is_plain(places[name])]
     folders = {place.rpartition("/")[0] for place in plain}
-    listed: dict[str, int] = {}
+    listed: dict[str, Version] = {}
     for folder in sorted(folders):
         if folder.startswith(BUCKETS):
             listed |= list_objects(folder + "/", remote)
@@ -75,9 +79,18 @@ def find_counts(
     def find(name: str) -> tuple[str, Found | Exception]:
         place = places[name]
         try:
-            size = _measure(place, listed, remote)
+            version = _find_version(place, listed, remote)
         except (StoreError, OSError) as error:
             return name, error
+        # A shard with 0 samples may have been missing, so it is counted again.
+        shard = known.get(name)
+        if (
+            shard
+            and shard.samples
+            and version.bytes in (0, shard.bytes)
+            and shard.tag in ("", version.tag)
+        ):
+            return name, Found(name, shard.samples, Version(shard.bytes, version.tag))
         samples = None
         if published and _is_plain(place):
             folder, _, base = place.rpartition("/")
@@ -85,11 +98,13 @@ def find_counts(
             if samples is None:
                 stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
-        return name, Found(name, samples if isinstance(samples, int) else None, size)
+        # A sample has at least one member, which has a header and data.
+        is_valid = type(samples) is int and 0 <= samples <= version.bytes // 1024
+        return name, Found(name, samples if is_valid else None, version)
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
-            for done in as_completed([pool.submit(find, name) for name in names]):
+            for done in as_completed([pool.submit(find, name) for name in listing.names]):
                 yield done.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -103,24 +118,27 @@ def _is_plain(place: str) -> bool:
     return not place.startswith(PIPE) and "?" not in place
 
 
-def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> int:
-    """Return the size of a shard; 0 if it is unknown.
+def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSettings) -> Version:
+    """Return the version of a shard.
 
     Raises:
         FileNotFoundError: If it does not exist.
-        StoreError: If its server does not return the size.
+        StoreError: If its server does not return it.
         OSError: If it is local and cannot be examined.
     """
     if place.startswith(PIPE):
-        return 0
+        return Version(0, "")
     if "://" not in place:
-        return os.stat(place).st_size
+        status = os.stat(place)
+        if not stat.S_ISREG(status.st_mode):  # opening a named pipe might never end
+            raise OSError(errno.EINVAL, "not a regular file", place)
+        return Version(status.st_size, str(status.st_mtime_ns))
     if place.startswith(BUCKETS):
         if place not in listed:
             raise FileNotFoundError(place)
         return listed[place]
     try:
-        return read_size(place, remote)
+        return read_version(place, remote)
     except StoreError as error:
         if error.missing:
             raise FileNotFoundError(place) from None
@@ -128,7 +146,7 @@ def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> i
 
 
 def _read_table(
-    folder: str, listed: Mapping[str, int], remote: RemoteSettings
+    folder: str, listed: Mapping[str, Version], remote: RemoteSettings
 ) -> Mapping[str, Any]:
     """Return the sample counts that a folder publishes for all its shards in one file, keyed by shard file name."""
     for name in _TABLES:
@@ -137,15 +155,19 @@ def _read_table(
         if isinstance(splits, dict):
             counts: dict[str, Any] = {}
             for split in splits.values():
-                names = [Path(file).name for file in split.get("filenames", ())]
-                counts.update(zip(names, split.get("shard_lengths", ()), strict=False))
+                # Other files may have the same name.
+                with suppress(AttributeError, KeyError, TypeError):
+                    names = [Path(file).name for file in split["filenames"]]
+                    counts.update(zip(names, split["shard_lengths"], strict=False))
             return counts
         if table:
             return table
     return {}
 
 
-def _read_json(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> Mapping[str, Any]:
+def _read_json(
+    place: str, listed: Mapping[str, Version], remote: RemoteSettings
+) -> Mapping[str, Any]:
     """Return the content of a JSON file, or {} if the file does not exist or has no usable content."""
     if place.startswith(BUCKETS) and place not in listed:
         return {}
