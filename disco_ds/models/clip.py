@@ -22,6 +22,7 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.factory import add_model_config
+from open_clip.tokenizer import SimpleTokenizer
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -343,7 +344,47 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
             f"tokens of the tokenizer, {tokenizer.vocab_size}; increase text_cfg.vocab_size, or choose "
             "another tokenizer"
         )
+    if problem := _find_token_mismatch(_text_tower(model), tokenizer):
+        raise ValueError(f"model {settings.name}: {problem}")
     return tokenizer
+
+
+def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
+    """Return why the text tower does not fit the tokenizer's end token or padding; None if it fits."""
+    vocabulary, end, padding = _read_special_tokens(tokenizer)
+    masked = text.config.pad_token_id if hasattr(text, "config") else None
+    if getattr(text, "cls_emb", None) is not None:
+        masked = text.pad_id
+    if masked not in (None, padding):
+        return (
+            f"the tokenizer pads with token {padding}, but the text tower masks token {masked} as padding, so it would "
+            "attend to padding and mask a word; choose the tokenizer of the text tower, or set its padding to token "
+            f"{masked}"
+        )
+    # An open_clip CLIP contains the parts of its text tower, and has other names for these two settings.
+    pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
+    largest = max(vocabulary.values())
+    pooled = {"argmax": largest, "eos": getattr(text, "text_eos_id", getattr(text, "eos_id", None))}
+    if pooled.get(pooling, end) == end:
+        return None
+    rule = "the largest id" if pooling == "argmax" else "text_cfg.eos_id"
+    return (
+        f"text_cfg.pool_type {pooling!r} takes the features of a text at the token with {rule}, {pooled[pooling]}, but "
+        f"the tokenizer ends a text with token {end}, so different texts would get equal features. Set "
+        f"text_cfg.pool_type to 'eos' and text_cfg.eos_id to {end}; or set text_cfg.pool_type to 'last', which needs a "
+        "tokenizer that fills every text up to text_cfg.context_length"
+    )
+
+
+def _read_special_tokens(tokenizer: Any) -> tuple[dict[str, int], int, int]:
+    """Return the vocabulary of an open_clip tokenizer, the token that ends every text, and the padding."""
+    if isinstance(tokenizer, SimpleTokenizer):
+        return tokenizer.encoder, tokenizer.eot_token_id, 0
+    backend = tokenizer.tokenizer  # from transformers
+    # In open_clip's mode "clips", padding and another token follow the end token.
+    has_mode = getattr(tokenizer, "tokenizer_mode", "")
+    end = backend.eos_token_id if has_mode else backend("a").input_ids[-1]
+    return backend.get_vocab(), end, backend.pad_token_id
 
 
 def register_config(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 TEXT = {"context_length": 12, "vocab_size": 49_408, "width": 32, "heads": 2, "layers": 2}
 VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
@@ -37,6 +38,21 @@ def write_tokenizer(folder: Path, kind: str) -> str:
     else:
         vocabulary = {word: i for i, word in enumerate(WORDS)}
         tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=[], padding_side="right")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_words(folder: Path, words: list[str], pad: str = "[PAD]") -> str:
+    """A tokenizer of whole words whose end token, [SEP], comes before the words."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {word: i for i, word in enumerate(special + words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": pad}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
