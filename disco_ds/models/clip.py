@@ -34,8 +34,11 @@ from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
     TIMM,
+    choose_quick_gelu,
+    find_preprocessing,
     find_weights,
     load_image_tower,
+    load_weights,
     read_folder,
     read_overrides,
 )
@@ -125,32 +128,37 @@ def _create(
     weights = find_weights(name, settings) if pretrained else None
     image_weights = settings.pretrained_image if pretrained else None
     config = open_clip.get_model_config(name) or {}
+    quick_gelu = choose_quick_gelu(name, settings)
+    if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
+        logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)
     logit_scale = config.get("init_logit_scale") if learns_scale else None
     if logit_scale is None:
         logit_scale = math.log(initial_scale)
     logit_bias = initial_bias
     if initial_bias is not None and config.get("init_logit_bias") is not None:
         logit_bias = config["init_logit_bias"]
-    if initial_bias is None and weights is not None:
-        # open_clip cannot load weights with a bias into a model without one.
-        logit_bias = 0.0
+    # Weights of timm towers have the tower's default size, so load them before the size changes.
+    is_timm = "timm_model_name" in config.get("vision_cfg", {})
+    late_size = settings.image_size if weights and is_timm else None
     try:
         # open_clip warns if the weights are random, but that is normal for a model that will be trained.
         logging.disable(logging.WARNING)
         model = open_clip.create_model(
             name,
-            pretrained=weights,
             pretrained_image=str(image_weights) == TIMM,
-            pretrained_text=pretrained,
-            force_quick_gelu=settings.quick_gelu,
+            pretrained_text=pretrained and weights is None,
+            quick_gelu=quick_gelu,
             force_patch_dropout=settings.patch_dropout,
-            force_image_size=settings.image_size,
+            force_image_size=None if late_size else settings.image_size,
             force_preprocess_cfg=read_overrides(name, settings),
             output_dict=True,
             nonscalar_logit_scale=True,
             init_logit_scale=logit_scale,
             init_logit_bias=logit_bias,
         )
+        if weights is not None:
+            tag = open_clip.get_pretrained_cfg(name, weights)
+            weights = open_clip.download_pretrained(tag) or weights
     except Exception as error:
         # A wrong config or weight file may fail anywhere in torch, timm or pickle.
         raise ValueError(
@@ -164,14 +172,18 @@ def _create(
             f"model {settings.name} is a {type(model).__name__}, but disco_ds trains two-tower "
             "CLIP models; choose another model.name"
         )
+    if weights is not None:
+        _, warning = find_preprocessing(name, settings)
+        if warning and not (settings.image_mean and settings.image_std):
+            logger.warning(warning)
+        load_weights(model, Path(weights), settings.name)
+    if late_size:
+        model.visual.set_input_size(late_size)
+        preprocess = open_clip.get_model_preprocess_cfg(model) | {"size": model.visual.image_size}
+        open_clip.set_model_preprocess_cfg(model, preprocess)
     if not learns_scale:
         # The temperature is a constant of the loss, but the weights may have another scale.
         nn.init.constant_(model.logit_scale, math.log(initial_scale))
-    if initial_bias is None:
-        model.logit_bias = None
-    elif weights is not None and not model.logit_bias.item():
-        # open_clip sets the bias to 0 if the weights have none.
-        nn.init.constant_(model.logit_bias, logit_bias or 0.0)
     if image_weights is not None and str(image_weights) != TIMM:
         load_image_tower(model, image_weights)
     return model
@@ -303,10 +315,14 @@ def read_architecture(settings: ModelSettings) -> dict[str, Any]:
     if settings.factory:
         load_custom(settings.factory, settings.options)
         return {"factory": settings.factory, "options": settings.options}
-    config = open_clip.get_model_config(register_config(settings.name))
+    name = register_config(settings.name)
+    config = open_clip.get_model_config(name)
     if settings.image_size is not None:
         config["vision_cfg"]["image_size"] = settings.image_size
-    return config | {"quick_gelu": True} if settings.quick_gelu else config
+    quick_gelu = choose_quick_gelu(name, settings)
+    if quick_gelu != config.get("quick_gelu", False):
+        config["quick_gelu"] = quick_gelu
+    return config
 
 
 def read_text_size(model: Any) -> tuple[int, int]:

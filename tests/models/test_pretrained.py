@@ -137,6 +137,16 @@ def test_a_timm_tower_of_another_image_size_is_read_and_its_open_clip_export_ref
         export_run(tmp_path / "run", tmp_path / "export")
 
 
+def test_weights_of_a_timm_tower_are_resized_to_the_image_size(tmp_path: Path) -> None:
+    name = write_timm(tmp_path)
+    source = build(name, seed=1)
+    torch.save(source.state_dict(), tmp_path / "saved.pt")
+    model = build(name, image_size=96, pretrained=tmp_path / "saved.pt")
+    source.visual.set_input_size(96)
+    assert torch.equal(model.visual.trunk.pos_embed, source.visual.trunk.pos_embed)
+    assert read_preprocessing(model).size == (96, 96)
+
+
 def test_a_folder_without_a_model_config_is_refused(tmp_path: Path) -> None:
     for text in ("{", "{}"):
         (tmp_path / "open_clip_config.json").write_text(text)
