@@ -57,8 +57,9 @@ def write_words(folder: Path, words: list[str], pad: str = "[PAD]") -> str:
     return str(folder)
 
 
-def architecture(kind: str, folder: Path) -> dict[str, Any]:
-    clip = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": TEXT}
+def architecture(kind: str, folder: Path, length: int = 12) -> dict[str, Any]:
+    text: dict[str, Any] = {**TEXT, "context_length": length}
+    clip = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": text}
     if kind == "clip":
         return clip
     if kind == "quick_gelu":
@@ -70,8 +71,7 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         return {**clip, "vision_cfg": {**VISION, "ls_init_value": 0.1}}
     if kind == "convnext":
         return {**clip, "vision_cfg": {"image_size": 32, "timm_model_name": "test_convnext"}}
-    text = {
-        **TEXT,
+    text |= {
         "vocab_size": len(WORDS),
         "width": 64,
         "hf_tokenizer_name": write_tokenizer(folder / "tokenizer", kind),
@@ -82,6 +82,9 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         "norm_kwargs": {"eps": 1e-6},
         "act_kwargs": {"approximate": "tanh"} if kind == "siglip2" else {},
     }
+    if kind == "siglip_bpe":
+        text |= {"vocab_size": 49_408, "hf_tokenizer_name": None, "tokenizer_kwargs": {}}
+        kind = "siglip"
     vision = {**TIMM, "timm_model_name": f"tiny_{kind}"}
     return {"embed_dim": 64, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
 
