@@ -91,6 +91,8 @@ def build_model(
     # ZeRO 3 gathers a module's direct parameters only while the forward of that module runs. In the forward of a
     # wrapper, logit_scale, text_projection and positional_embedding of open_clip's module would be empty.
     model.forward = types.MethodType(forward, model)
+    model.train = types.MethodType(train, model)
+    model.train()
     if settings.compile is True:
         compile_towers(model, settings)
     _warn_of_batch_norm(model)
@@ -210,7 +212,21 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
             f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
             f"in the model's config. {error}"
         ) from error
-    model.visual.train()
+    model.train()
+
+
+def train(model: Any, mode: bool = True) -> Any:
+    """Set training or eval mode, but keep parts without a trained parameter in eval mode.
+
+    Dropout, drop path and patch dropout would move the features of a frozen part from pass to pass. build_model
+    installs this function as the model's `train`.
+    """
+    nn.Module.train(model, mode)
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+    return model
 
 
 def forward_on_meta(model: Any, side: str) -> None:

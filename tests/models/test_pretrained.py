@@ -245,6 +245,24 @@ def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: st
     )
 
 
+def test_a_part_without_a_trained_parameter_runs_in_eval_mode(tiny: str) -> None:
+    image = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    model = build(tiny, lock_image=True, patch_dropout=0.5)
+    model.transformer.resblocks[0].add_module("drop", torch.nn.Dropout(0.5))
+    for _ in range(2):
+        assert torch.equal(model(image=image)[0], model(image=image)[0])
+        assert not any(module.training for module in model.visual.modules())
+        assert model.transformer.resblocks[0].drop.training
+        model.eval().train()
+    part = build(tiny, lock_image=True, unlocked_layers=2, patch_dropout=0.5)
+    blocks = part.visual.transformer.resblocks
+    assert [block.training for block in blocks] == [False, True]
+    assert part.visual.patch_dropout.training, "the trained layers are regularized"
+    assert not part.eval().visual.training
+    plain = build(tiny)
+    assert all(module.training for module in plain.modules())
+
+
 def test_unlocked_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.unlocked_layers needs a locked tower"):
         ModelSettings(unlocked_layers=1)
