@@ -22,7 +22,13 @@ from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import AnomalyDetector, features_spread
+from disco_ds.metrics.anomalies import (
+    EQUAL_TEXTS,
+    MAX_EQUAL_TEXTS,
+    AnomalyDetector,
+    features_spread,
+    share_of_equal_texts,
+)
 from disco_ds.metrics.report import REPORT, log_errors, write_report
 from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.metrics.timers import Timer
@@ -209,21 +215,26 @@ def agree(
     The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
 
     Raises:
-        StopError: If a rank could not read its data, or if the ranks are at different steps.
+        StopError: If a rank could not read its data, if the ranks are at different steps, or, before the first update,
+            if captions with different tokens have equal features.
         FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
         SpikeError: If the batch must be skipped because its loss is a spike.
     """
     loss = out.loss
     has_error = float(data.error is not None)
     flags = torch.tensor(
-        [0.0, has_error, *interrupts.requests, step, -step, 0.0], dtype=torch.float64
+        [0.0, has_error, *interrupts.requests, step, -step, 0.0, 0.0], dtype=torch.float64
     )
     # This does not make the host wait for the device: CUDA copies a few bytes asynchronously.
     flags = flags.to(loss.device, non_blocking=True)
-    flags[0] = ~torch.isfinite(loss.detach())
+    features = embeddings.image.detach().sum() + embeddings.text.detach().sum()
+    flags[0] = ~torch.isfinite(loss.detach() + features)
+    if step == 0 and data.micro_batches:
+        tokens = torch.cat([batch.text for batch in data.micro_batches])
+        flags[-2] = share_of_equal_texts(tokens, embeddings.text.detach())
     flags[-1] = out.metrics["loss"]
     agreed = comm.all_reduce_max(flags).tolist()
-    not_finite, has_error, save, stop, writing, last, first, global_loss = agreed
+    not_finite, has_error, save, stop, writing, last, first, equal_texts, global_loss = agreed
     # The maximum of `step` over ranks is the latest step, and the maximum of `-step` is minus the earliest.
     if last != -first:
         # A rank has skipped a collective, so its next collectives were matched with the wrong collectives
@@ -235,6 +246,8 @@ def agree(
         )
     interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
+        if equal_texts > MAX_EQUAL_TEXTS:
+            raise StopError(f"{equal_texts:.0%} {EQUAL_TEXTS} Nothing was updated")
         if anomalies.check_spike("loss", step + 1, global_loss):
             raise SpikeError
         return

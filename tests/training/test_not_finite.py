@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from disco_ds.config import load_config
-from disco_ds.data import StepData
+from disco_ds.data import MicroBatch, StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import AnomalyDetector
+from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import StopError, agree, train
@@ -27,6 +29,7 @@ from helpers.launched import (
 )
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import expect, recipe
+from helpers.towers import BPE_SIZE, write_tiny
 
 
 def passed_over(
@@ -105,6 +108,41 @@ def out_of_step() -> None:
     trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     with pytest.raises(StopError, match=r"rank 0 on .*: step 5; rank 1 on .*: step 6"):
         agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
+
+
+def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 100, (256, 4), generator=generator)
+    rows = torch.nn.functional.normalize(torch.randn(256, 8, generator=generator), dim=1)
+    out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+
+    def first_step(step: int, text: torch.Tensor, features: torch.Tensor) -> None:
+        parts = [MicroBatch(rows, part, part, part, part) for part in text.split(64)]
+        embeddings = Embeddings(rows, features, torch.ones(1))
+        agree(step, StepData(parts), Interrupts(), trouble, embeddings, out)
+
+    few, some = rows.clone(), rows.clone()
+    few[1:3], some[1:5] = few[0], some[0]
+    first_step(0, tokens, rows)
+    first_step(0, tokens, few)
+    first_step(0, tokens[:1].expand_as(tokens), rows[:1].expand_as(rows))
+    first_step(1, tokens, rows[:1].expand_as(rows))
+    with pytest.raises(StopError, match=r"^100% of the captions .*text_cfg.pool_type.*vocab_size"):
+        first_step(0, tokens, rows[:1].expand_as(rows))
+    with pytest.raises(StopError, match=r"^2% of the captions"):
+        first_step(0, tokens, some)
+
+
+def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
+    """In a causal tower, the first token sees no other."""
+    tree = json.loads(Path(write_tiny(tmp_path, BPE_SIZE)).read_text())
+    tree["text_cfg"]["pool_type"] = "first"
+    path = tmp_path / "first.json"
+    path.write_text(json.dumps(tree))
+    config = load_config(recipe(tmp_path), [f"model={{name: {path}}}", "log.tensorboard=false"])
+    with pytest.raises(StopError, match=r"^100% of the captions have the same text features"):
+        run_training(config)
 
 
 def overflow_at_the_bottom(path: Path) -> None:
