@@ -62,7 +62,7 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
     if first:
         yield from examine("recipe", lambda: check_start(config, ranks))
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
-        yield from examine("data", lambda: check_data(config, ranks, ranks_here))
+        yield from examine("data", lambda: check_data(config, ranks, ranks_here, args.picture))
         yield from examine("runs folder", lambda: check_host(config.runs))
     if size > 1 or args.gradients:
         yield from check_ranks(config, ranks, first, args.gradients)

@@ -119,8 +119,18 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     rate = find_rate(run, step)
     generators = Rng()
 
+    texts: list[Tensor] = []  # of the first step only
+
+    def prepare_and_keep(batch: MicroBatch) -> tuple[Tensor, ...]:
+        if step == 0:
+            texts.append(batch.text.clone())  # the loader may reuse the buffer
+        return prepare(config, batch)
+
     def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
-        agree(step, data, run.interrupts, run.anomalies, embeddings, out)
+        equal = None
+        if texts:
+            equal = share_of_equal_texts(torch.cat(texts), embeddings.text.detach())
+        agree(step, data, run.interrupts, run.anomalies, embeddings, out, equal)
         set_rates(run.engine, rate, config.optim, embeddings.scale)
 
     try:
@@ -128,7 +138,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
             run.engine,
             run.loss,
             data.micro_batches,
-            partial(prepare, config),
+            prepare_and_keep,
             config.model.max_scale,
             agree_and_set_rates,
             run.anomalies.check_norm,
@@ -209,14 +219,16 @@ def agree(
     anomalies: AnomalyDetector,
     embeddings: Embeddings,
     out: LossOutput,
+    equal_texts: Tensor | None = None,
 ) -> None:
     """Make all ranks continue or stop together, before the parameters are updated. Collective: one all_reduce.
 
-    The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
+    The ranks also agree on pending requests to save or to stop, which `train` handles after the step. `equal_texts` is
+    what share_of_equal_texts returned on this rank; None if it was not called.
 
     Raises:
-        StopError: If a rank could not read its data, if the ranks are at different steps, or, before the first update,
-            if captions with different tokens have equal features.
+        StopError: If a rank could not read its data, if the ranks are at different steps, or if captions with different
+            tokens have equal features.
         FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
         SpikeError: If the batch must be skipped because its loss is a spike.
     """
@@ -229,12 +241,11 @@ def agree(
     flags = flags.to(loss.device, non_blocking=True)
     features = embeddings.image.detach().sum() + embeddings.text.detach().sum()
     flags[0] = ~torch.isfinite(loss.detach() + features)
-    if step == 0 and data.micro_batches:
-        tokens = torch.cat([batch.text for batch in data.micro_batches])
-        flags[-2] = share_of_equal_texts(tokens, embeddings.text.detach())
+    if equal_texts is not None:
+        flags[-2] = equal_texts
     flags[-1] = out.metrics["loss"]
     agreed = comm.all_reduce_max(flags).tolist()
-    not_finite, has_error, save, stop, writing, last, first, equal_texts, global_loss = agreed
+    not_finite, has_error, save, stop, writing, last, first, equal, global_loss = agreed
     # The maximum of `step` over ranks is the latest step, and the maximum of `-step` is minus the earliest.
     if last != -first:
         # A rank has skipped a collective, so its next collectives were matched with the wrong collectives
@@ -246,8 +257,8 @@ def agree(
         )
     interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
-        if equal_texts > MAX_EQUAL_TEXTS:
-            raise StopError(f"{equal_texts:.0%} {EQUAL_TEXTS} Nothing was updated")
+        if equal > MAX_EQUAL_TEXTS:
+            raise StopError(f"{equal:.0%} {EQUAL_TEXTS} Nothing was updated")
         if anomalies.check_spike("loss", step + 1, global_loss):
             raise SpikeError
         return

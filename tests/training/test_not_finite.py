@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from disco_ds.config import load_config
-from disco_ds.data import MicroBatch, StepData
+from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import AnomalyDetector
+from disco_ds.metrics.anomalies import AnomalyDetector, share_of_equal_texts
 from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
@@ -117,21 +117,20 @@ def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> 
     out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
     trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
 
-    def first_step(step: int, text: torch.Tensor, features: torch.Tensor) -> None:
-        parts = [MicroBatch(rows, part, part, part, part) for part in text.split(64)]
+    def first_step(text: torch.Tensor, features: torch.Tensor) -> None:
         embeddings = Embeddings(rows, features, torch.ones(1))
-        agree(step, StepData(parts), Interrupts(), trouble, embeddings, out)
+        equal = share_of_equal_texts(text, features)
+        agree(0, StepData(), Interrupts(), trouble, embeddings, out, equal)
 
     few, some = rows.clone(), rows.clone()
     few[1:3], some[1:5] = few[0], some[0]
-    first_step(0, tokens, rows)
-    first_step(0, tokens, few)
-    first_step(0, tokens[:1].expand_as(tokens), rows[:1].expand_as(rows))
-    first_step(1, tokens, rows[:1].expand_as(rows))
+    first_step(tokens, rows)
+    first_step(tokens, few)
+    first_step(tokens[:1].expand_as(tokens), rows[:1].expand_as(rows))
     with pytest.raises(StopError, match=r"^100% of the captions .*text_cfg.pool_type.*vocab_size"):
-        first_step(0, tokens, rows[:1].expand_as(rows))
+        first_step(tokens, rows[:1].expand_as(rows))
     with pytest.raises(StopError, match=r"^2% of the captions"):
-        first_step(0, tokens, some)
+        first_step(tokens, some)
 
 
 def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
