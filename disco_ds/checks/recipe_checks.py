@@ -82,9 +82,9 @@ def check_data(
     for part, source in zip(config.data.parts, sources, strict=True):
         if isinstance(source, Manifest) and source.num_samples:
             yield _compare(source)
-        line, found = inputs.read(source, config.data.settings_of(part), first_id)
+        line, read = inputs.read(source, config.data.settings_of(part), first_id)
         yield line
-        samples += found
+        samples += read
         first_id += source.num_samples
     shown = choose(samples)
     yield from inputs.check_texts(shown)

@@ -383,7 +383,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
 
 def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
     """Return why the text tower does not fit the tokenizer's end token or padding; None if it fits."""
-    vocabulary, end, padding = _read_special_tokens(tokenizer)
+    largest, end, padding = _read_special_tokens(tokenizer)
     masked = text.config.pad_token_id if hasattr(text, "config") else None
     if getattr(text, "cls_emb", None) is not None:
         masked = text.pad_id
@@ -395,28 +395,31 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
         )
     # An open_clip CLIP contains the parts of its text tower, and has other names for these two settings.
     pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
-    largest = max(vocabulary.values())
-    pooled = {"argmax": largest, "eos": getattr(text, "text_eos_id", getattr(text, "eos_id", None))}
-    if pooled.get(pooling, end) == end:
+    rule, pooled = "the largest id", largest
+    if pooling == "eos":
+        rule, pooled = (
+            "text_cfg.eos_id",
+            getattr(text, "text_eos_id", getattr(text, "eos_id", None)),
+        )
+    if pooling not in ("argmax", "eos") or pooled == end:
         return None
-    rule = "the largest id" if pooling == "argmax" else "text_cfg.eos_id"
     return (
-        f"text_cfg.pool_type {pooling!r} takes the features of a text at the token with {rule}, {pooled[pooling]}, but "
+        f"text_cfg.pool_type {pooling!r} takes the features of a text at the token with {rule}, {pooled}, but "
         f"the tokenizer ends a text with token {end}, so different texts would get equal features. Set "
         f"text_cfg.pool_type to 'eos' and text_cfg.eos_id to {end}; or set text_cfg.pool_type to 'last', which needs a "
         "tokenizer that fills every text up to text_cfg.context_length"
     )
 
 
-def _read_special_tokens(tokenizer: Any) -> tuple[dict[str, int], int, int]:
-    """Return the vocabulary of an open_clip tokenizer, the token that ends every text, and the padding."""
+def _read_special_tokens(tokenizer: Any) -> tuple[int, int, int]:
+    """Return the largest token of an open_clip tokenizer, the token that ends every text, and the padding."""
     if isinstance(tokenizer, SimpleTokenizer):
-        return tokenizer.encoder, tokenizer.eot_token_id, 0
+        return max(tokenizer.encoder.values()), tokenizer.eot_token_id, 0
     backend = tokenizer.tokenizer  # from transformers
     # In open_clip's mode "clips", padding and another token follow the end token.
     has_mode = getattr(tokenizer, "tokenizer_mode", "")
     end = backend.eos_token_id if has_mode else backend("a").input_ids[-1]
-    return backend.get_vocab(), end, backend.pad_token_id
+    return max(backend.get_vocab().values()), end, backend.pad_token_id
 
 
 def register_config(name: str) -> str:

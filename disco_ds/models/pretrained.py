@@ -137,19 +137,18 @@ def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, An
     A local file without an open_clip config has the preprocessing of the model's tags, if they all have the same.
     """
     path = settings.pretrained
+    keys = ["mean", "std", "interpolation", "resize_mode"]
     if str(settings.pretrained_image) == TIMM:
         tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
         if found := timm.get_pretrained_cfg(tower, allow_unregistered=True):
-            keys = ("mean", "std", "interpolation")
-            return {key: getattr(found, key) for key in keys}, None
+            return {key: getattr(found, key) for key in keys[:3]}, None
     cfg = open_clip.get_pretrained_cfg(name, str(path))
     if path is None or cfg:
         return cfg, None
     if config := _find_config(path):
         return read_folder(config.parent).get("preprocess_cfg", {}), None
-    keys = ("mean", "std", "interpolation", "resize_mode")
     tags = open_clip.list_pretrained_tags_by_model(name)
-    cfgs = [merge_preprocess_dict({}, open_clip.get_pretrained_cfg(name, tag)) for tag in tags]
+    cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     looks = {tuple(cfg[key] for key in keys) for cfg in cfgs}
     if len(looks) == 1:
         (look,) = looks
@@ -293,19 +292,13 @@ def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
         raise ValueError(
             f"its text tower has width {old.shape[1]}, but text_cfg.width is {new.shape[1]}"
         )
-    length = min(len(old), len(new))
-    tensors[key] = torch.cat([old[:length], new[length:]])
+    tensors[key] = torch.cat([old[: len(new)], new[len(old) :]])
     if len(old) != len(new):
-        change = (
-            "the last ones are not used" if len(new) == length else "the others start at random"
-        )
         logger.warning(
-            "the weights have %d text positions, the model has %d (text_cfg.context_length): the first %d are loaded, "
-            "%s",
+            "the weights have %d text positions, the model has %d (text_cfg.context_length): positions keep their "
+            "numbers, and the last ones are cut or start at random",
             len(old),
             len(new),
-            length,
-            change,
         )
 
 
