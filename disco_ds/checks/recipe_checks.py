@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks import Line
-from disco_ds.checks.samples import Inputs, Sample, choose
 from disco_ds.config import Config, make_schedule, render_ds_config
 from disco_ds.data import Manifest, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
@@ -61,36 +59,21 @@ def check_kernels(config: Config) -> Line:
     return Line("ok", "kernels", f"Triton runs on {torch.cuda.get_device_name(device)}")
 
 
-def check_data(
-    config: Config, ranks: int, ranks_here: int = 0, picture: Path | None = None
-) -> Iterator[Line]:
-    """Check the sources, some samples, the length of the run, data.slots and the cache for remote shards.
+def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line]:
+    """Check the sources, the length of the run, data.slots and the cache for remote shards.
 
     Args:
         config: The recipe.
         ranks: World size.
         ranks_here: Number of ranks on this host; 0 means one per device, or all ranks if there is no device.
-        picture: Where to draw some samples as a PNG; None draws nothing.
 
     Raises:
-        ValueError: See load_sources, Inputs.build, count_slots, fit_cache, Config.with_samples and make_schedule.
+        ValueError: See load_sources, count_slots, fit_cache, Config.with_samples and make_schedule.
     """
     sources = load_sources(config.data)
-    inputs = Inputs.build(config)
-    samples: list[Sample] = []
-    first_id = 0
-    for part, source in zip(config.data.parts, sources, strict=True):
+    for source in sources:
         if isinstance(source, Manifest) and source.num_samples:
             yield _compare(source)
-        line, read = inputs.read(source, config.data.settings_of(part), first_id)
-        yield line
-        samples += read
-        first_id += source.num_samples
-    shown = choose(samples)
-    yield from inputs.check_texts(shown)
-    if picture:
-        inputs.draw(shown, picture)
-        yield Line("ok", "picture", f"{len(shown)} samples: {picture}")
     slots = count_slots(config.data, sources, ranks)
     ranks_here = ranks_here or min(ranks, torch.accelerator.device_count() or ranks)
     fit_cache(config.data, sources, slots, ranks, ranks_here)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disco_ds.checks import Line, Status
 from disco_ds.config import Config, DataSettings
-from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment
+from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
 from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
 from disco_ds.data.images.decode import decode_image, find_image
 from disco_ds.data.sources.synthetic import SyntheticSource
@@ -48,6 +48,32 @@ class Sample(NamedTuple):
     id: int
     side: int
     """Shorter side of the image in the source, in pixels; 0 if the source generates images."""
+
+
+def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
+    """Read some samples of each source, describe them, and check that the model can tell their captions apart.
+
+    Args:
+        config: The recipe.
+        picture: Where to draw some of the samples as a PNG; None draws nothing.
+
+    Raises:
+        ValueError: See load_sources and Inputs.build.
+    """
+    inputs = Inputs.build(config)
+    samples: list[Sample] = []
+    first_id = 0
+    for part, source in zip(config.data.parts, load_sources(config.data), strict=True):
+        line, read = inputs.read(source, config.data.settings_of(part), first_id)
+        yield line
+        samples += read
+        first_id += source.num_samples
+    num = min(_NUM_SHOWN, len(samples))
+    shown = [samples[i * len(samples) // num] for i in range(num)]  # evenly spaced
+    yield from inputs.check_texts(shown)
+    if picture:
+        inputs.draw(shown, picture)
+        yield Line("ok", "picture", f"{num} samples: {picture}")
 
 
 @dataclass(frozen=True)
@@ -152,12 +178,6 @@ class Inputs:
             words.append(f"{sample.num_tokens} tokens{', cut' if sample.is_cut else ''}")
             axis.set_title("\n".join(words), fontsize=8, parse_math=False)
         figure.savefig(path, dpi=80)
-
-
-def choose(samples: list[Sample]) -> list[Sample]:
-    """Choose _NUM_SHOWN of the samples, evenly spaced, or all if there are fewer."""
-    num = min(_NUM_SHOWN, len(samples))
-    return [samples[i * len(samples) // num] for i in range(num)]
 
 
 def _describe(

@@ -395,12 +395,9 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
         )
     # An open_clip CLIP contains the parts of its text tower, and has other names for these two settings.
     pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
-    rule, pooled = "the largest id", largest
-    if pooling == "eos":
-        rule, pooled = (
-            "text_cfg.eos_id",
-            getattr(text, "text_eos_id", getattr(text, "eos_id", None)),
-        )
+    rule, pooled = "text_cfg.eos_id", getattr(text, "text_eos_id", getattr(text, "eos_id", None))
+    if pooling == "argmax":
+        rule, pooled = "the largest id", largest
     if pooling not in ("argmax", "eos") or pooled == end:
         return None
     return (

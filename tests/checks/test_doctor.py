@@ -23,7 +23,7 @@ from disco_ds.checks.recipe_checks import (
     check_kernels,
     check_start,
 )
-from disco_ds.checks.samples import Inputs
+from disco_ds.checks.samples import Inputs, check_samples
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -161,7 +161,11 @@ def test_batch_that_does_not_divide_fails() -> None:
 
 
 def look_at_data(config: Config, ranks: int = 1, ranks_here: int | None = None) -> list[Line]:
-    return examine("data", lambda: check_data(config, ranks, ranks_here), (ValueError, OSError))
+    errors = (ValueError, OSError)
+    lines = examine("data", lambda: check_data(config, ranks, ranks_here), errors)
+    found = {line.found for line in lines}
+    more = examine("samples", lambda: check_samples(config), errors)
+    return lines + [line for line in more if line.found not in found]
 
 
 def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
@@ -188,17 +192,16 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     )
     assert statuses(lines) == [
         ("ok", "manifest"),
-        ("ok", "samples"),
         ("ok", "data.slots"),
         ("ok", "length"),
+        ("ok", "samples"),
     ]
-    # One token for each digit or "k", and the start and end tokens.
-    assert lines[1].found.startswith("82 read, 0 broken; captions 3 to ")
-    assert lines[1].found.endswith("0% cut, 100% of them different; images 30 to 32 px")
+    assert lines[3].found.startswith("82 read, 0 broken; captions 3 to ")
+    assert lines[3].found.endswith("0% cut, 100% of them different; images 30 to 32 px")
     assert statuses(look_at_data(settings(model={"name": "quickstart"}))) == [
-        ("ok", "samples"),
         ("ok", "data.slots"),
         ("ok", "length"),
+        ("ok", "samples"),
     ]
     line = the(
         look_at_data(settings(steps=None, epochs=1e-9, model={"name": "quickstart"})), "data"
@@ -350,7 +353,7 @@ def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
     for sample in samples:
         assert torch.equal(batch.text[place[sample.id]], sample.text)
         assert torch.equal(batch.image[place[sample.id]], sample.image)
-    lines = examine("data", lambda: check_data(config, 1, picture=tmp_path / "samples.png"))
+    lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
         assert picture.size == (960, 760)
