@@ -17,7 +17,6 @@ from disco_ds.config import Config, DataSettings
 from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
 from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
 from disco_ds.data.images.decode import decode_image, find_image
-from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.distributed import comm
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
@@ -47,7 +46,7 @@ class Sample(NamedTuple):
     """Whether the caption has more tokens than the context length."""
     id: int
     side: int
-    """Shorter side of the image in the source, in pixels; 0 if the source generates images."""
+    """Shorter side of the image in the source, in pixels; 0 if it is unknown."""
 
 
 def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
@@ -108,7 +107,9 @@ class Inputs:
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         form = SampleForm(spec, tokenize, *read_text_size(self.model))
         reader = source.open_samples(data, form, self.config.seed, 1)
-        members = None if isinstance(source, SyntheticSource) else source.open(1, data.window)
+        # The size of the original image is unknown if the source generates images or data.stages may change them.
+        is_plain = type(source).open_samples is Source.open_samples and not data.stages
+        members = source.open(1, data.window) if is_plain else None
         last = len(source.sizes) - 1
         broken, dropped, samples = [], 0, []
         chosen: set[tuple[int, int]] = set()
@@ -124,8 +125,8 @@ class Inputs:
                     decode, text, _ = reader.read(shard, entry, 0, index)
                     image = decode()
                     if members:
-                        data_of_image = find_image(members.read(shard, entry), data.image_key)
-                        side = min(decode_image(data_of_image, data.max_pixels).size)
+                        original = find_image(members.read(shard, entry), data.image_key)
+                        side = min(decode_image(original, data.max_pixels).size)
             except DroppedSample:
                 dropped += 1
             except BrokenSample as error:
@@ -212,8 +213,10 @@ def _describe(
     sides = [sample.side for sample in samples]
     found += (
         f"; captions {min(counts)} to {max(counts)} tokens (mean {sum(counts) / n:.1f}), {cut:.0%} cut, "
-        f"{len(captions) / n:.0%} of them different; images {min(sides)} to {max(sides)} px"
+        f"{len(captions) / n:.0%} of them different"
     )
+    if any(sides):
+        found += f"; images {min(sides)} to {max(sides)} px"
     plain = sum(_is_plain(sample.image) for sample in samples) / n
     (text, most), *_ = captions.most_common(1)
     if most >= n / 2:

@@ -32,6 +32,13 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema
 """Keys under which trainers save the weights of a model in a dictionary with other entries."""
 PREFIXES = ("module.", "model.")
 """Prefixes of all names in the weights of a wrapped model, for example in those of DDP and Lightning."""
+UNUSED = (
+    "input_resolution",
+    "context_length",
+    "vocab_size",
+    "text.transformer.embeddings.position_ids",
+)
+"""Tensors in OpenAI's files, and in those of transformers before 4.31, that are not weights."""
 COMPILED = "_orig_mod."
 """Part of the names in a module that torch.compile has wrapped."""
 TIMM = "timm"
@@ -178,7 +185,7 @@ def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
     config = open_clip.get_model_config(name) or {}
     chosen = config.get("quick_gelu", False) or bool(settings.quick_gelu)
     weights = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
-    if settings.pretrained is not None and (path := _find_config(settings.pretrained)):
+    if settings.pretrained and not weights and (path := _find_config(settings.pretrained)):
         weights = read_folder(path.parent)["model_cfg"]
     wanted = weights.get("quick_gelu", False) if weights else chosen
     if chosen != wanted and settings.quick_gelu is not None:
@@ -212,7 +219,8 @@ def load_weights(model: Any, path: Path, name: str) -> None:
         if not hasattr(model, "positional_embedding"):
             tensors = convert_to_custom_text_state_dict(tensors)
         tensors = {key: x.reshape(1) if key in SCALES else x for key, x in tensors.items()}
-        tensors.pop("text.transformer.embeddings.position_ids", None)  # of transformers before 4.31
+        for key in UNUSED:
+            tensors.pop(key, None)
         if model.logit_bias is None:
             tensors.pop("logit_bias", None)
         else:
@@ -220,9 +228,7 @@ def load_weights(model: Any, path: Path, name: str) -> None:
         resize_pos_embed(tensors, model)
         _fit_text_positions(tensors, model)
         model.load_state_dict(tensors)
-    except (
-        Exception
-    ) as error:  # an unknown file may fail anywhere in torch, safetensors or open_clip
+    except Exception as error:  # an unknown file may fail anywhere in torch or open_clip
         names = f"; its first tensors: {', '.join(list(found)[:5])}" if found else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ValueError(

@@ -247,7 +247,7 @@ def test_a_file_beside_an_open_clip_config_has_its_preprocessing(tmp_path: Path)
 
 
 def test_the_activation_is_that_of_the_weights(
-    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai = {"name": "ViT-B-32", "pretrained": Path("openai")}
     assert read_architecture(ModelSettings(**openai))["quick_gelu"] is True
@@ -258,8 +258,11 @@ def test_the_activation_is_that_of_the_weights(
             read_architecture(ModelSettings(**settings))
     about = {"model_cfg": TINY | {"quick_gelu": True}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
+    monkeypatch.chdir(tmp_path)
+    assert not read_architecture(ModelSettings(**laion)).get("quick_gelu"), "a tag is no file here"
     source = build(tiny, quick_gelu=True).eval()
-    torch.save(source.state_dict(), tmp_path / "open_clip_model.pth")
+    extra = {"input_resolution": torch.tensor(32)}  # as in OpenAI's files
+    torch.save(source.state_dict() | extra, tmp_path / "open_clip_model.pth")
     model = build(tiny, pretrained=tmp_path).eval()
     assert "uses QuickGELU=True, as its weights do" in caplog.text
     batch = one_batch()
