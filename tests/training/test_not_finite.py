@@ -133,6 +133,16 @@ def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> 
         first_step(tokens, some)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: int) -> None:
+    features = [torch.ones(2, 4), torch.ones(2, 4)]
+    features[side][1, 2] = torch.nan
+    out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    with pytest.raises(FloatingPointError, match="step 7: .* because the features of rank 0"):
+        agree(7, StepData(), Interrupts(), trouble, Embeddings(*features, torch.ones(1)), out)
+
+
 def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
     """In a causal tower, the first token sees no other."""
     tree = json.loads(Path(write_tiny(tmp_path, BPE_SIZE)).read_text())
