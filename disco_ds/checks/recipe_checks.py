@@ -1,4 +1,4 @@
-"""Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data."""
+"""Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data's shards."""
 
 from __future__ import annotations
 

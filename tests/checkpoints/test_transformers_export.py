@@ -24,7 +24,7 @@ from helpers.trained import write_run
 def make_run(
     folder: Path, kind: str, bias: float | None = None, length: int = 12
 ) -> tuple[Path, Any, Any]:
-    name = folder / f"{kind.removesuffix('_bpe')[:4]}.json"
+    name = folder / f"{kind[:4]}.json"  # a name with "siglip" would choose another tokenizer
     name.write_text(json.dumps(architecture(kind, folder, length)))
     torch.manual_seed(0)
     model = build_model(ModelSettings(name=str(name)), initial_bias=bias)

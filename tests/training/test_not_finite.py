@@ -139,7 +139,7 @@ def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: in
     features[side][1, 2] = torch.nan
     out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
     trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
-    with pytest.raises(FloatingPointError, match="step 7: .* because the features of rank 0"):
+    with pytest.raises(FloatingPointError, match=r"step 7: .* because the features of rank 0"):
         agree(7, StepData(), Interrupts(), trouble, Embeddings(*features, torch.ones(1)), out)
 
 
