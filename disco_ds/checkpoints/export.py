@@ -17,7 +17,7 @@ from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 from torch import nn
 
-from disco_ds.checkpoints.transformers_export import convert, write_processor
+from disco_ds.checkpoints.transformers_export import check_as_user, convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.models.clip import build_tokenizer
 from disco_ds.models.param_groups import SCALES
@@ -71,6 +71,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained("{folder}")
 images, texts = AutoImageProcessor.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
 tokens = texts(["a photo"], padding="max_length", truncation=True, return_tensors="pt")
+features = model.get_text_features(**tokens)
 ```
 """,
 }
@@ -120,6 +121,7 @@ def export_run(
     tokenizer = build_tokenizer(weights.settings, model)
     if layout == "transformers":
         exported = convert(model, weights.name)
+        check_as_user(exported, model, tokenizer)
     else:
         _check_image_size(model, weights.architecture)
     _cast(exported, dtype)

@@ -23,7 +23,7 @@ from typing import Any
 
 from disco_ds.runs.run_folder import CHECKPOINTS, STEP
 
-FORMAT = 7
+FORMAT = 8
 """Version of the checkpoint format. Only checkpoints of this version can be read."""
 META = "checkpoint.json"
 ENGINE = "engine"

@@ -7,23 +7,36 @@ refused. This check also catches architectures that the code below does not hand
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import re
 import string
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer, get_clean_fn
 from open_clip.transformer import QuickGELU
+from PIL import Image
 from timm.layers.activations import GELUTanh
 from torch import Tensor, nn
 
-from disco_ds.models.clip import read_preprocessing
+from disco_ds.models.clip import read_preprocessing, unit_rows
 
+logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-5
+_USER_TOLERANCE = 1e-4
+"""Largest difference between unit features if transformers prepares the inputs."""
+_PIPELINE_TOLERANCE = 1e-3
+"""Largest difference between scores of transformers' pipeline and ours."""
+_PIPELINE_LENGTH = 64
+"""Number of tokens to which transformers' zero-shot pipeline pads texts for SigLIP."""
 _TEXTS = ["a photo of a cat", "Two_Dogs:  it's (3) o'clock!"]
-"""Sample texts. Both tokenizers must split them into the same tokens."""
+"""Sample texts, of different lengths."""
+_LABELS = ["cat", "two dogs"]
+"""Sample labels. They are short, because transformers' pipeline does not truncate texts for CLIP."""
 _NAMES = (
     (r"^visual\.(trunk\.)?", "vision_model."),
     (r"^(text\.)?(?=transformer|token_emb|positional_emb|ln_final|text_proj)", "text_model."),
@@ -110,24 +123,77 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
         )
     images.save_pretrained(folder)
     _convert_tokenizer(transformers, tokenizer).save_pretrained(folder)
-    read = transformers.AutoTokenizer.from_pretrained(folder)(
-        _TEXTS,
-        padding="max_length",
-        truncation=True,
-        return_attention_mask=True,
-        return_tensors="pt",
+
+
+@torch.no_grad()
+def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
+    """Check that pictures and texts have the same features and scores if transformers prepares them.
+
+    The processor, the tokenizer and the pipeline are used as a user would use them, with all their outputs.
+
+    Args:
+        converted: What `convert` returned, in fp32.
+        model: The model from which it was converted.
+        tokenizer: Tokenizer of `model`.
+
+    Raises:
+        ValueError: If the features or scores differ, or see `write_processor`.
+    """
+    transformers = _import_transformers()
+    with tempfile.TemporaryDirectory() as folder:
+        write_processor(Path(folder), model, tokenizer)
+        images = transformers.AutoImageProcessor.from_pretrained(folder)
+        texts = transformers.AutoTokenizer.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    size = (3, *read_preprocessing(model).size)
+    pixels = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    image, text, scale, bias = model(image=pixels[None], text=tokenizer(_TEXTS))
+    tokens = texts(_TEXTS, padding="max_length", truncation=True, return_tensors="pt")
+    prepared = images(picture, return_tensors="pt")
+    for what, ours, theirs in (
+        ("pictures", image, converted.get_image_features(**prepared)),
+        ("texts", text, converted.get_text_features(**tokens)),
+    ):
+        difference = (unit_rows(getattr(theirs, "pooler_output", theirs)) - ours).abs().max().item()
+        if difference > _USER_TOLERANCE:
+            raise ValueError(
+                f"transformers cannot prepare {what} as open_clip does for this model, for example because it splits, "
+                f"cleans or pads them differently: features differ by {difference:.1g}; choose another format"
+            )
+    logits = (scale * image @ model(text=tokenizer(_LABELS))[1].T)[0]
+    scores = logits.softmax(dim=0)
+    if hasattr(converted, "logit_bias"):
+        scores = (logits + (0 if bias is None else bias)).sigmoid()
+        if tokens["input_ids"].shape[1] != _PIPELINE_LENGTH:
+            logger.warning(
+                "transformers' zero-shot pipeline pads texts for SigLIP to %d tokens, but this model needs %d, so use "
+                "the exported model without the pipeline",
+                _PIPELINE_LENGTH,
+                tokens["input_ids"].shape[1],
+            )
+            return
+    pipeline = transformers.pipeline(
+        "zero-shot-image-classification",
+        model=converted,
+        tokenizer=texts,
+        image_processor=images,
+        device="cpu",
     )
-    # Compare only real tokens. The padding differs, but CLIP models ignore it.
-    differs = (read["input_ids"] != tokenizer(_TEXTS)) & read["attention_mask"].bool()
-    if differs.any():
+    found = pipeline(picture, candidate_labels=_LABELS, hypothesis_template="{}")
+    score_of = {item["label"]: item["score"] for item in found}
+    difference = (torch.tensor([score_of[label] for label in _LABELS]) - scores).abs().max().item()
+    if difference > _PIPELINE_TOLERANCE:
         raise ValueError(
-            f"transformers has no tokenizer that splits {_TEXTS} like open_clip's: choose another format"
+            f"the scores of transformers' zero-shot pipeline differ by {difference:.1g}; choose another format"
         )
 
 
 def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
     if isinstance(tokenizer, HFTokenizer):
-        converted = tokenizer.tokenizer
+        converted = copy.deepcopy(tokenizer.tokenizer)
+        # Without an attention mask, as in open_clip. SigLIP attends to padding.
+        converted.model_input_names = ["input_ids"]
         if tokenizer.clean_fn is get_clean_fn("canonicalize"):
             converted = _canonicalize(transformers, converted)
     elif isinstance(tokenizer, SimpleTokenizer):
@@ -161,6 +227,7 @@ def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
     # Use the generic class. Others, such as T5Tokenizer, replace the normalizer when they are loaded.
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
+        model_input_names=tokenizer.model_input_names,
         padding_side=tokenizer.padding_side,
         **tokenizer.special_tokens_map,
     )

@@ -1,4 +1,4 @@
-"""Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data."""
+"""Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data's shards."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from collections.abc import Iterator
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from disco_ds.checks import Line, Status
-from disco_ds.config import Config, DataSettings, make_schedule, render_ds_config
-from disco_ds.data import (
-    BrokenSample,
-    ImageSpec,
-    Manifest,
-    SampleForm,
-    Source,
-    load_sources,
-)
-from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
+from disco_ds.checks import Line
+from disco_ds.config import Config, make_schedule, render_ds_config
+from disco_ds.data import Manifest, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.sources.load import count_slots
 from disco_ds.data.sources.manifest import find_changed
@@ -25,9 +17,6 @@ from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
-
-_SAMPLES = 32
-"""Number of samples read from each of three shards: the first, the middle and the last."""
 
 
 def check_start(config: Config, ranks: int) -> Iterator[Line]:
@@ -82,10 +71,9 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
         ValueError: See load_sources, count_slots, fit_cache, Config.with_samples and make_schedule.
     """
     sources = load_sources(config.data)
-    for part, source in zip(config.data.parts, sources, strict=True):
+    for source in sources:
         if isinstance(source, Manifest) and source.num_samples:
             yield _compare(source)
-        yield _read(source, config.data.settings_of(part))
     slots = count_slots(config.data, sources, ranks)
     ranks_here = ranks_here or min(ranks, torch.accelerator.device_count() or ranks)
     fit_cache(config.data, sources, slots, ranks, ranks_here)
@@ -109,47 +97,3 @@ def _compare(source: Manifest) -> Line:
         found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"
     remedy = "`disco-ds index SHARDS --check` lists them; restore the shards, or index them again"
     return Line("warn" if changed else "ok", "manifest", found, remedy)
-
-
-def _read(source: Source, data: DataSettings) -> Line:
-    """Read a few samples. Captions are not tokenized, because a tokenizer accepts any text."""
-    form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
-    reader = source.open_samples(data, form, 0, 1)
-    last = len(source.sizes) - 1
-    broken, dropped = [], 0
-    chosen: set[tuple[int, int]] = set()
-    for shard in (0, last // 2, last):
-        size = source.sizes[shard] or reader.count(shard)  # the size is 0 if data.index=none
-        # The samples are spread evenly over the shard.
-        chosen.update((shard, i * size // _SAMPLES) for i in range(_SAMPLES) if size)
-    for shard, entry in sorted(chosen):
-        try:
-            with breaks_sample(OSError):
-                decode, *_ = reader.read(shard, entry, 0, entry)
-                decode()
-        except DroppedSample:
-            dropped += 1
-        except BrokenSample as error:
-            broken.append(name_broken(reader.name, shard, entry, error))
-    reader.close()
-    found = f"{len(chosen)} read, {len(broken)} broken"
-    if dropped:
-        found += f", {dropped} dropped by data.filter, data.uids or data.stages"
-    status: Status = "ok"
-    if not chosen:
-        return Line(
-            "fail", "samples", "the shards contain no complete sample", "are they tar files?"
-        )
-    if dropped == len(chosen):
-        return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
-    if broken:
-        found += f"; the last: {broken[-1]}"
-        # Only a few samples are read, so one or two more than data.max_broken allows may be broken by chance. If more
-        # than half are broken, the check always fails.
-        many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
-        status = "fail" if many else "warn"
-    remedy = (
-        "see data.image_key and data.captions; a run stops once the fraction of broken samples exceeds "
-        f"data.max_broken={data.max_broken:g}"
-    )
-    return Line(status, "samples", found, remedy)

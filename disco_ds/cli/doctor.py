@@ -46,6 +46,7 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         from disco_ds.checks.hosts import check_host
         from disco_ds.checks.ranks import check_ranks
         from disco_ds.checks.recipe_checks import check_data, check_start
+        from disco_ds.checks.samples import check_samples
     except Exception as error:  # a broken installation may raise anything
         remedy = (
             "reinstall the package that cannot be imported; torch and torchvision must be of the same build "
@@ -60,9 +61,16 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         return
     ranks = size if size > 1 else args.ranks or config.ranks or 1
     if first:
-        yield from examine("recipe", lambda: check_start(config, ranks))
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
-        yield from examine("data", lambda: check_data(config, ranks, ranks_here))
+        found = set[str]()
+        for lines in (
+            examine("recipe", lambda: check_start(config, ranks)),
+            examine("data", lambda: check_data(config, ranks, ranks_here)),
+            examine("samples", lambda: check_samples(config, args.picture)),
+        ):
+            # Several checks may find the same mistake, for example an unknown model.
+            yield from (line for line in lines if line.found not in found)
+            found.update(line.found for line in lines)
         yield from examine("runs folder", lambda: check_host(config.runs))
     if size > 1 or args.gradients:
         yield from check_ranks(config, ranks, first, args.gradients)

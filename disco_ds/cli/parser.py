@@ -271,6 +271,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   disco-ds doctor --config my.yaml --ranks 8
+  disco-ds doctor --config my.yaml --picture samples.png
   deepspeed --module disco_ds.doctor --config my.yaml --gradients
 exit code: 0 no check failed, 1 a check failed
 """
@@ -280,6 +281,12 @@ exit code: 0 no check failed, 1 a check failed
         "--gradients",
         action="store_true",
         help="compare the gradient of one step on these ranks with that of one process",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw 24 samples as the model gets them (image, caption, number of tokens) as a PNG",
     )
 
 

@@ -69,8 +69,10 @@ class ModelSettings(Settings):
     """How evaluation makes images square. `shortest`: resize the shortest side and crop. `longest`:
     resize the longest side and pad. `squash`: resize both sides, which distorts the image. Null:
     the mode used for the pretrained weights if it is known, otherwise shortest."""
-    quick_gelu: bool = False
-    """Use QuickGELU even if the model config does not. OpenAI's weights need QuickGELU."""
+    quick_gelu: bool | None = None
+    """Use QuickGELU even if the model config does not. Null: as the pretrained weights if it is known
+    for them, as it is for open_clip's tags; otherwise as the model config. A value that contradicts
+    the weights is refused. OpenAI's weights need QuickGELU."""
     two_views: bool = False
     """Self-supervised training: a positive pair consists of two augmentations of the same image,
     and the image tower encodes both (DisCo-CLIP, section 4.1). data.augment must be set."""

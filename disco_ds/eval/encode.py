@@ -56,11 +56,13 @@ class Encoder:
             this rank has no images left.
 
         Raises:
-            AgreedError: At the end, on all ranks, if shards cannot be read or no image can be read.
+            AgreedError: At the end, on all ranks, if shards cannot be read, no image can be read, or the features of an
+                image are not finite.
         """
         rank, size, device = comm.rank(), comm.size(), comm.local_device()
         problem = None
         num_read = 0
+        finite = torch.ones((), dtype=torch.bool, device=device)
         samples = read_all(images.source, images.data, self.spec, rank, size, images.text)
         share = math.ceil(images.source.num_samples / size)
         for _ in range(math.ceil(share / self.chunk)):
@@ -75,15 +77,21 @@ class Encoder:
             # A rank without images runs the model on a black image.
             pixels = pixels or [torch.zeros(3, *self.spec.size, dtype=torch.uint8)]
             features = self.model(image=torch.stack(pixels).to(device))[0]
+            finite &= features.isfinite().all()
             yield features[: len(batch)], batch
         with comm.all_or_none(f"evaluation on {images.name}"):
             if problem is not None:
                 raise problem
         if not any(comm.gather_objects(num_read)):
             raise comm.AgreedError(f"evaluation on {images.name}: no image could be read")
+        _check_finite("image", finite)
 
     def encode_texts(self, texts: list[str]) -> Tensor:
-        """Encode this rank's texts as unit features [n, D], fp32; n may differ between ranks."""
+        """Encode this rank's texts as unit features [n, D], fp32; n may differ between ranks.
+
+        Raises:
+            AgreedError: If the features of a text are not finite on a rank.
+        """
         device = comm.local_device()
         most = max(1, *comm.gather_objects(len(texts)))
         parts = []
@@ -91,7 +99,9 @@ class Encoder:
             part = texts[start : start + self.chunk]
             features = self.model(text=self.tokenize(part or [""]).to(device))[1]
             parts.append(features[: len(part)])
-        return torch.cat(parts)
+        encoded = torch.cat(parts)
+        _check_finite("text", encoded.isfinite().all())
+        return encoded
 
     def encode_pairs(self, pairs: ImageSet) -> Pairs:
         """Encode this rank's images and their captions.
@@ -129,6 +139,12 @@ class Encoder:
         features = self.encode_texts(prompts)
         means = features.view(-1, len(templates), features.shape[-1]).mean(dim=1)
         return gather_rows(F.normalize(means, dim=-1))
+
+
+def _check_finite(tower: str, finite: Tensor) -> None:
+    """Raise an error on all ranks if the features of a tower are not finite on any rank. Collective."""
+    if not all(comm.gather_objects(bool(finite))):
+        raise comm.AgreedError(f"evaluation: the features of the {tower} tower are not finite")
 
 
 def gather_rows(x: Tensor) -> Tensor:

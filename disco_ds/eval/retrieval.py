@@ -44,8 +44,8 @@ def _gather_sorted(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> Tensor:
     """Find the rank, counted from 1, of each query's best match among the keys.
 
-    A key matches a query if both have the same id. Keys of equal similarity keep their order, so
-    that a model whose features are all equal scores no better than chance.
+    A key matches a query if both have the same id. Other keys of equal similarity come before the match, so that a
+    model whose features are all equal finds nothing.
 
     Args:
         query: [q, D], unit rows.
@@ -56,15 +56,12 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
     Returns:
         [q] int64.
     """
-    places = torch.arange(len(key), device=key.device)
     ranks = []
     for rows, ids in zip(query.split(_ROWS), query_id.split(_ROWS), strict=True):
         scores = rows @ key.T
-        matches = scores.masked_fill(ids[:, None] != key_id, -torch.inf)
-        best, place = matches.max(dim=1, keepdim=True)
-        worse = (scores < best) | ((scores == best) & (places >= place))
-        # With NaN features, `worse` is False everywhere, so this puts the match last.
-        ranks.append(1 + (~worse).sum(dim=1))
+        others = ids[:, None] != key_id
+        best = scores.masked_fill(others, -torch.inf).amax(dim=1, keepdim=True)
+        ranks.append(1 + (others & (scores >= best)).sum(dim=1))
     return torch.cat(ranks)
 
 

@@ -54,6 +54,8 @@ def score_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     logits = scale * (image @ text.T)
     labels = torch.arange(len(logits), device=logits.device)
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-    i2t = (logits.argmax(dim=1) == labels).double().mean()
-    t2i = (logits.argmax(dim=0) == labels).double().mean()
+    own = logits.diagonal()
+    # A pair counts only if its similarity is the largest one and no other is equal.
+    i2t = ((logits >= own[:, None]).sum(dim=1) == 1).double().mean()
+    t2i = ((logits >= own).sum(dim=0) == 1).double().mean()
     return torch.stack([loss.double(), i2t, t2i])

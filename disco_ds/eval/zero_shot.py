@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from disco_ds.distributed import comm
 from disco_ds.eval.encode import Encoder
@@ -19,7 +20,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     """Compute the accuracy on a labeled set. Collective.
 
     The values are top1 and top5, recall (top-1 accuracy of each class, averaged over the classes),
-    and chance (top-1 accuracy of a random guess).
+    and chance (top-1 accuracy of a random guess). If other classes are as near as the true class, they come first.
 
     Raises:
         AgreedError: If shards cannot be read, or no image can be read.
@@ -27,22 +28,27 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     names = list(labeled.classes.values())
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     texts = encoder.encode_classes(names, labeled.templates)
-    # For each image: its class, whether that is the nearest class, and whether it is among the five nearest.
+    # For each image: its class, and the number of classes that are at least as near as this one, including itself.
     rows = []
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)
     for features, samples in encoder.encode_images(labeled):
-        best = (features @ texts.T).topk(min(5, len(names)), dim=1).indices.tolist()
-        for (image, label, index), nearest in zip(samples, best, strict=True):
-            target = class_of[label]
-            rows.append((target, nearest[0] == target, target in nearest))
+        scores = features @ texts.T
+        targets = torch.tensor([class_of[label] for _, label, _ in samples], dtype=torch.int64)
+        own = scores.gather(1, targets.to(scores.device)[:, None])
+        ranks = (scores >= own).sum(dim=1, keepdim=True)
+        best = scores.topk(min(3, len(names)), dim=1).indices
+        found = zip(samples, targets.tolist(), torch.cat([ranks, best], 1).tolist(), strict=True)
+        for (image, _, index), target, (rank, *nearest) in found:
+            rows.append((target, rank))
             # Examples are chosen by sample id, so that they do not depend on the number of ranks.
             if index % every == 0:
                 pixels = image.permute(1, 2, 0).numpy()
-                best_names = [names[number] for number in nearest[:3]]
+                best_names = [names[number] for number in nearest]
                 examples[index] = Example(pixels, names[target], best_names)
     gathered = comm.gather_objects((rows, examples))
-    classes, top1, top5 = np.array([row for part, _ in gathered for row in part]).T
+    classes, ranks = np.array([row for part, _ in gathered for row in part]).T
+    top1, top5 = ranks <= 1, ranks <= 5
     # Classes without a readable image have no recall; they remain possible predictions.
     recalls = [top1[classes == number].mean() for number in np.unique(classes)]
     values = {

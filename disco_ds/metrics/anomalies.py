@@ -65,6 +65,16 @@ COLLAPSED = 0.5
 value in the run."""
 logger = logging.getLogger(__name__)
 
+EQUAL_FEATURES = 1e-6
+"""Unit features whose elements differ by less than this are equal up to rounding."""
+MAX_EQUAL_TEXTS = 0.01
+"""Largest fraction of different texts with equal features."""
+EQUAL_TEXTS = (
+    "of the captions have the same text features as another caption although their tokens differ, so the model cannot "
+    "tell them apart: does text_cfg.pool_type fit the end token of the tokenizer, and text_cfg.vocab_size its tokens?"
+)
+"""Rest of a message that begins with the percentage."""
+
 
 class AnomalyDetector:
     """Checks the loss and the gradient norm of every step, and the features of every log record.
@@ -206,6 +216,21 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
     deviation = 1.4826 * mad / math.sqrt(2)
     least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
     return now - median > max(MIN_DEVIATIONS * deviation, least)
+
+
+def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:
+    """Return the fraction of texts whose tokens differ from those of the previous text, but whose features do not.
+
+    Args:
+        tokens: [b, L] int64.
+        features: [b, D], unit rows.
+
+    Returns:
+        0-d fp32. 0 if all tokens are equal.
+    """
+    differs = (tokens[1:] != tokens[:-1]).any(dim=1)
+    is_equal = (features[1:] - features[:-1]).abs().amax(dim=1) < EQUAL_FEATURES
+    return (differs & is_equal).sum() / differs.sum().clamp(min=1)
 
 
 def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ import numpy as np
 import open_clip
 import torch
 from open_clip.factory import add_model_config
+from open_clip.tokenizer import SimpleTokenizer
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -43,8 +44,11 @@ from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
     TIMM,
+    choose_quick_gelu,
+    find_preprocessing,
     find_weights,
     load_image_tower,
+    load_weights,
     read_folder,
     read_overrides,
 )
@@ -108,6 +112,8 @@ def build_model(
     # ZeRO 3 gathers a module's direct parameters only while the forward of that module runs. In the forward of a
     # wrapper, logit_scale, text_projection and positional_embedding of open_clip's module would be empty.
     model.forward = types.MethodType(forward, model)
+    model.train = types.MethodType(train, model)
+    model.train()
     if settings.compile is True and (
         problems := compile_towers(model, settings.activation_checkpointing)
     ):
@@ -135,32 +141,37 @@ def _create(
     weights = find_weights(name, settings) if pretrained else None
     image_weights = settings.pretrained_image if pretrained else None
     config = open_clip.get_model_config(name) or {}
+    quick_gelu = choose_quick_gelu(name, settings)
+    if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
+        logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)
     logit_scale = config.get("init_logit_scale") if learns_scale else None
     if logit_scale is None:
         logit_scale = math.log(initial_scale)
     logit_bias = initial_bias
     if initial_bias is not None and config.get("init_logit_bias") is not None:
         logit_bias = config["init_logit_bias"]
-    if initial_bias is None and weights is not None:
-        # open_clip cannot load weights with a bias into a model without one.
-        logit_bias = 0.0
+    # Weights of timm towers have the tower's default size, so load them before the size changes.
+    is_timm = "timm_model_name" in config.get("vision_cfg", {})
+    late_size = settings.image_size if weights and is_timm else None
     try:
         # open_clip warns if the weights are random, but that is normal for a model that will be trained.
         logging.disable(logging.WARNING)
         model = open_clip.create_model(
             name,
-            pretrained=weights,
             pretrained_image=str(image_weights) == TIMM,
-            pretrained_text=pretrained,
-            force_quick_gelu=settings.quick_gelu,
+            pretrained_text=pretrained and weights is None,
+            quick_gelu=quick_gelu,
             force_patch_dropout=settings.patch_dropout,
-            force_image_size=settings.image_size,
+            force_image_size=None if late_size else settings.image_size,
             force_preprocess_cfg=read_overrides(name, settings),
             output_dict=True,
             nonscalar_logit_scale=True,
             init_logit_scale=logit_scale,
             init_logit_bias=logit_bias,
         )
+        if weights is not None:
+            tag = open_clip.get_pretrained_cfg(name, weights)
+            weights = open_clip.download_pretrained(tag) or weights
     except Exception as error:
         # A wrong config or weight file may fail anywhere in torch, timm or pickle.
         raise ValueError(
@@ -174,14 +185,18 @@ def _create(
             f"model {settings.name} is a {type(model).__name__}, but disco_ds trains two-tower "
             "CLIP models; choose another model.name"
         )
+    if weights is not None:
+        _, warning = find_preprocessing(name, settings)
+        if warning and not (settings.image_mean and settings.image_std):
+            logger.warning(warning)
+        load_weights(model, Path(weights), settings.name)
+    if late_size:
+        model.visual.set_input_size(late_size)
+        preprocess = open_clip.get_model_preprocess_cfg(model) | {"size": model.visual.image_size}
+        open_clip.set_model_preprocess_cfg(model, preprocess)
     if not learns_scale:
         # The temperature is a constant of the loss, but the weights may have another scale.
         nn.init.constant_(model.logit_scale, math.log(initial_scale))
-    if initial_bias is None:
-        model.logit_bias = None
-    elif weights is not None and not model.logit_bias.item():
-        # open_clip sets the bias to 0 if the weights have none.
-        nn.init.constant_(model.logit_bias, logit_bias or 0.0)
     if image_weights is not None and str(image_weights) != TIMM:
         load_image_tower(model, image_weights)
     return model
@@ -208,7 +223,21 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
             f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
             f"in the model's config. {error}"
         ) from error
-    model.visual.train()
+    model.train()
+
+
+def train(model: Any, mode: bool = True) -> Any:
+    """Set training or eval mode, but keep parts without a trained parameter in eval mode.
+
+    Dropout, drop path and patch dropout would move the features of a frozen part from pass to pass. build_model
+    installs this function as the model's `train`.
+    """
+    nn.Module.train(model, mode)
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+    return model
 
 
 def forward_on_meta(model: Any, side: str, num_tokens: int | None = None) -> None:
@@ -339,10 +368,14 @@ def read_architecture(settings: ModelSettings) -> dict[str, Any]:
     if settings.factory:
         load_custom(settings.factory, settings.options)
         return {"factory": settings.factory, "options": settings.options}
-    config = open_clip.get_model_config(register_config(settings.name))
+    name = register_config(settings.name)
+    config = open_clip.get_model_config(name)
     if settings.image_size is not None:
         config["vision_cfg"]["image_size"] = settings.image_size
-    return config | {"quick_gelu": True} if settings.quick_gelu else config
+    quick_gelu = choose_quick_gelu(name, settings)
+    if quick_gelu != config.get("quick_gelu", False):
+        config["quick_gelu"] = quick_gelu
+    return config
 
 
 def read_text_size(model: Any) -> tuple[int, int]:
@@ -380,7 +413,47 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
             f"tokens of the tokenizer, {tokenizer.vocab_size}; increase text_cfg.vocab_size, or choose "
             "another tokenizer"
         )
+    if problem := _find_token_mismatch(_text_tower(model), tokenizer):
+        raise ValueError(f"model {settings.name}: {problem}")
     return tokenizer
+
+
+def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
+    """Return why the text tower does not fit the tokenizer's end token or padding; None if it fits."""
+    largest, end, padding = _read_special_tokens(tokenizer)
+    masked = text.config.pad_token_id if hasattr(text, "config") else None
+    if getattr(text, "cls_emb", None) is not None:
+        masked = text.pad_id
+    if masked not in (None, padding):
+        return (
+            f"the tokenizer pads with token {padding}, but the text tower masks token {masked} as padding, so it would "
+            "attend to padding and mask a word; choose the tokenizer of the text tower, or set its padding to token "
+            f"{masked}"
+        )
+    # An open_clip CLIP contains the parts of its text tower, and has other names for these two settings.
+    pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
+    rule, pooled = "text_cfg.eos_id", getattr(text, "text_eos_id", getattr(text, "eos_id", None))
+    if pooling == "argmax":
+        rule, pooled = "the largest id", largest
+    if pooling not in ("argmax", "eos") or pooled == end:
+        return None
+    return (
+        f"text_cfg.pool_type {pooling!r} takes the features of a text at the token with {rule}, {pooled}, but "
+        f"the tokenizer ends a text with token {end}, so different texts would get equal features. Set "
+        f"text_cfg.pool_type to 'eos' and text_cfg.eos_id to {end}; or set text_cfg.pool_type to 'last', which needs a "
+        "tokenizer that fills every text up to text_cfg.context_length"
+    )
+
+
+def _read_special_tokens(tokenizer: Any) -> tuple[int, int, int]:
+    """Return the largest token of an open_clip tokenizer, the token that ends every text, and the padding."""
+    if isinstance(tokenizer, SimpleTokenizer):
+        return max(tokenizer.encoder.values()), tokenizer.eot_token_id, 0
+    backend = tokenizer.tokenizer  # from transformers
+    # In open_clip's mode "clips", padding and another token follow the end token.
+    has_mode = getattr(tokenizer, "tokenizer_mode", "")
+    end = backend.eos_token_id if has_mode else backend("a").input_ids[-1]
+    return max(backend.get_vocab().values()), end, backend.pad_token_id
 
 
 def register_config(name: str) -> str:

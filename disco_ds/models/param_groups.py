@@ -24,6 +24,8 @@ HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
 
 A number directly after `proj`, as in `proj.0.`, does not count as the number of a layer.
 """
+POSITIONS = r"(pos_embed|positional_embedding|position_embeddings?|relative_\w*bias\w*)(\.weight)?$"
+"""Regular expression for tables with an entry for each position, including relative positions."""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",
@@ -41,7 +43,8 @@ timm's own models have a method that returns their patterns.
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups.
 
-    There are three kinds of groups: matrices, which get weight decay, and vectors and the scale, which get none. With
+    There are three kinds of groups: matrices, which get weight decay, and vectors and the scale, which get none. Tables
+    of positions and the parameters that a module's `no_weight_decay()` names are grouped with the vectors. With
     optim.name=muon, the matrices that Muon updates are a fourth kind, and `muon` is True in their groups. If the
     settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
     each block, the rest) gets separate groups. Each group has a unique `name`, the `names` of its parameters, a
@@ -56,21 +59,30 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
         side: number_layers(model, side) for side, tower in towers.items() if tower.layer_decay < 1
     }
     split = settings.image != settings.text or bool(layers)
+    undecayed = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if hasattr(module, "no_weight_decay")
+        for name in module.no_weight_decay()
+    }
     groups: dict[tuple[int, str, int], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         kind, side, depth, lr_factor, weight_decay = "scale", "", 0, 1.0, 0.0
         if name not in SCALES:
-            kind = "matrices" if parameter.ndim >= 2 else "vectors"
+            # A vector may have more dimensions, all but one of size 1, such as MobileCLIP's layer_scale.gamma.
+            is_vector = parameter.numel() == max(parameter.shape, default=1)
+            is_vector = is_vector or name in undecayed or bool(re.search(POSITIONS, name))
+            kind = "vectors" if is_vector else "matrices"
             side = "image" if _is_visual(name) else "text"
             tower = towers[side]
             lr_factor = tower.lr_factor
             # The filters of a depthwise convolution, [channels, 1, h, w], are not treated as a matrix.
             is_matrix = parameter.ndim == 2 or (parameter.ndim == 4 and parameter.shape[1] > 1)
-            if settings.name == "muon" and is_matrix and re.search(HIDDEN, name):
+            if settings.name == "muon" and is_matrix and not is_vector and re.search(HIDDEN, name):
                 kind = "muon"
-            if parameter.ndim >= 2:
+            if not is_vector:
                 weight_decay = settings.weight_decay
                 if tower.weight_decay is not None:
                     weight_decay = tower.weight_decay

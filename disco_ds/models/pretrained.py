@@ -7,19 +7,40 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import timm
-from open_clip.factory import _find_checkpoint_in_dir, load_state_dict
+import torch
+from open_clip.convert import convert_state_dict
+from open_clip.factory import _find_checkpoint_in_dir, load_checkpoint
+from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed
 from open_clip.transform import merge_preprocess_dict
+from safetensors.torch import load_file
+from torch import Tensor
 
 from disco_ds.config import ModelSettings
+from disco_ds.models.param_groups import SCALES
 from disco_ds.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema")
+"""Keys under which trainers save the weights of a model in a dictionary with other entries."""
+PREFIXES = ("module.", "model.")
+"""Prefixes of all names in the weights of a wrapped model, for example in those of DDP and Lightning."""
+UNUSED = (
+    "input_resolution",
+    "context_length",
+    "vocab_size",
+    "text.transformer.embeddings.position_ids",
+)
+"""Tensors in OpenAI's files, and in those of transformers before 4.31, that are not weights."""
+COMPILED = "_orig_mod."
+"""Part of the names in a module that torch.compile has wrapped."""
 TIMM = "timm"
 """With this value, model.pretrained_image selects timm's weights for the image tower."""
 
@@ -105,13 +126,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
     """Return the preprocess_cfg of the weights, in which values from the settings replace those of the weights."""
-    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
-    if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
-        cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
-    if str(settings.pretrained_image) == TIMM:
-        tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
-        if found := timm.get_pretrained_cfg(tower, allow_unregistered=True):
-            cfg = {"mean": found.mean, "std": found.std, "interpolation": found.interpolation}
+    cfg, _ = find_preprocessing(name, settings)
     overrides = {
         "mean": settings.image_mean,
         "std": settings.image_std,
@@ -123,6 +138,176 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
     return merged
 
 
+def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, Any], str | None]:
+    """Return the preprocess_cfg of the weights, and a warning if it is a guess.
+
+    A local file without an open_clip config has the preprocessing of the model's tags, if they all have the same.
+    """
+    path = settings.pretrained
+    keys = ["mean", "std", "interpolation", "resize_mode"]
+    if str(settings.pretrained_image) == TIMM:
+        tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
+        if found := timm.get_pretrained_cfg(tower, allow_unregistered=True):
+            return {key: getattr(found, key) for key in keys[:3]}, None
+    cfg = open_clip.get_pretrained_cfg(name, str(path))
+    if path is None or cfg:
+        return cfg, None
+    if config := _find_config(path):
+        return read_folder(config.parent).get("preprocess_cfg", {}), None
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
+    looks = {tuple(cfg[key] for key in keys) for cfg in cfgs}
+    if len(looks) == 1:
+        (look,) = looks
+        return dict(zip(keys, look, strict=True)), (
+            f"model.pretrained: {path} has no preprocessing settings, so those of open_clip's tags of {name} are used: "
+            f"mean {look[0]}, std {look[1]}, {look[2]}, {look[3]}"
+        )
+    problem = "have different ones" if looks else "do not exist"
+    return {}, (
+        f"model.pretrained: {path} has no preprocessing settings, and open_clip's tags of {name} {problem}, so "
+        "OpenAI's mean and std are used; set model.image_mean, image_std, interpolation and resize_mode to those that "
+        "the weights were trained with"
+    )
+
+
+def _find_config(path: Path) -> Path | None:
+    """Return the open_clip config in the folder, or in the folder of the weight file; None if there is none."""
+    return next((x / CONFIG for x in (path, path.parent) if (x / CONFIG).is_file()), None)
+
+
+def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
+    """Return whether the model uses QuickGELU: as its weights do if that is known, else as the config or recipe says.
+
+    Raises:
+        ValueError: If the recipe sets another activation than that of the weights.
+    """
+    config = open_clip.get_model_config(name) or {}
+    chosen = config.get("quick_gelu", False) or bool(settings.quick_gelu)
+    weights = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
+    if settings.pretrained and not weights and (path := _find_config(settings.pretrained)):
+        weights = read_folder(path.parent)["model_cfg"]
+    wanted = weights.get("quick_gelu", False) if weights else chosen
+    if chosen != wanted and settings.quick_gelu is not None:
+        raise ValueError(
+            f"model.quick_gelu={str(settings.quick_gelu).lower()}, but the weights {settings.pretrained} were trained "
+            f"with quick_gelu={str(wanted).lower()}; remove model.quick_gelu, or choose other weights"
+        )
+    return wanted
+
+
+def load_weights(model: Any, path: Path, name: str) -> None:
+    """Load both towers, the logit scale and the logit bias from a file.
+
+    A bias that the file lacks keeps its initial value, and one that the model lacks is dropped.
+
+    Args:
+        model: A model that open_clip built.
+        path: The weight file.
+        name: Name of the model for error messages.
+
+    Raises:
+        ValueError: If the file cannot be read or its tensors do not fit the model.
+    """
+    found: dict[str, Tensor] = {}
+    try:
+        if path.suffix in (".npz", ".npy"):  # big_vision's format
+            load_checkpoint(model, str(path))
+            return
+        found = read_tensors(path)
+        tensors = convert_state_dict(model, found)
+        if not hasattr(model, "positional_embedding"):
+            tensors = convert_to_custom_text_state_dict(tensors)
+        tensors = {key: x.reshape(1) if key in SCALES else x for key, x in tensors.items()}
+        for key in UNUSED:
+            tensors.pop(key, None)
+        if model.logit_bias is None:
+            tensors.pop("logit_bias", None)
+        else:
+            tensors.setdefault("logit_bias", model.logit_bias.detach())
+        resize_pos_embed(tensors, model)
+        _fit_text_positions(tensors, model)
+        model.load_state_dict(tensors)
+    except Exception as error:  # an unknown file may fail anywhere in torch or open_clip
+        names = f"; its first tensors: {', '.join(list(found)[:5])}" if found else ""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ValueError(
+            f"model.pretrained: {path} does not fit model {name}{names}. {reason}"
+        ) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a weight file, without the wrappers of trainers, DDP, Lightning and torch.compile.
+
+    Raises:
+        ValueError: If torch needs pickle to read the file, or the file does not contain exactly one set of weights.
+    """
+    try:
+        content: Any = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = re.sub(r"\x1b\[[\d;]*m", "", str(error)).split("\n")[0]
+        raise ValueError(
+            f"{path} contains more than tensors, or is damaged. If you trust its author, read it with "
+            f"torch.load(..., weights_only=False) and torch.save only the state_dict in a new file. {reason}"
+        ) from None
+    removed = []
+    while isinstance(content, dict) and (
+        wrappers := [key for key in WRAPPERS if isinstance(content.get(key), dict)]
+    ):
+        if len(wrappers) > 1:
+            raise ValueError(
+                f"it contains several sets of weights: {', '.join(wrappers)}; save one"
+            )
+        content = content[wrappers[0]]
+        removed += wrappers
+    entries = content if isinstance(content, dict) else {}
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(
+            f"it contains no named tensors; its entries: {', '.join(entries) or 'none'}"
+        )
+    if any(COMPILED in key for key in tensors):
+        tensors = {key.replace(COMPILED, ""): value for key, value in tensors.items()}
+        removed.append(COMPILED)
+    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), None):
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+        removed.append(prefix)
+    if removed:
+        logger.warning("%s: removed from the names of its tensors: %s", path, ", ".join(removed))
+    return tensors
+
+
+def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
+    """Cut the text positions of the weights to the model's context length, or fill up with the model's initial ones.
+
+    Positions keep their numbers, because a token's position does not depend on the number of tokens after it.
+
+    Raises:
+        ValueError: If the text towers have different widths.
+    """
+    text = getattr(model, "text", model)
+    key = "text.positional_embedding" if text is not model else "positional_embedding"
+    if key not in tensors or getattr(text, "cls_emb", None) is not None:
+        return
+    old, new = tensors[key], text.positional_embedding.detach()
+    if old.shape[1] != new.shape[1]:
+        raise ValueError(
+            f"its text tower has width {old.shape[1]}, but text_cfg.width is {new.shape[1]}"
+        )
+    tensors[key] = torch.cat([old[: len(new)], new[len(old) :]])
+    if len(old) != len(new):
+        logger.warning(
+            "the weights have %d text positions, the model has %d (text_cfg.context_length): positions keep their "
+            "numbers, and the last ones are cut or start at random",
+            len(old),
+            len(new),
+        )
+
+
 def load_image_tower(model: Any, path: Path) -> None:
     """Load the image tower from a file that contains the weights of the tower, of its timm trunk, or of a CLIP model.
 
@@ -130,7 +315,7 @@ def load_image_tower(model: Any, path: Path) -> None:
         ValueError: If the file cannot be read or lacks weights of the tower.
     """
     try:
-        state = load_state_dict(str(path), device="cpu")
+        state = read_tensors(path)
         whole = {
             key.removeprefix("visual."): value
             for key, value in state.items()

@@ -23,7 +23,13 @@ from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import AnomalyDetector, features_spread
+from disco_ds.metrics.anomalies import (
+    EQUAL_TEXTS,
+    MAX_EQUAL_TEXTS,
+    AnomalyDetector,
+    features_spread,
+    share_of_equal_texts,
+)
 from disco_ds.metrics.report import REPORT, log_errors, write_report
 from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.metrics.timers import Timer
@@ -115,8 +121,18 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     rate = find_rate(run, step)
     generators = Rng()
 
+    texts: list[Tensor] = []  # of the first step only
+
+    def prepare_and_keep(batch: MicroBatch) -> tuple[Tensor, ...]:
+        if step == 0:
+            texts.append(batch.text.clone())  # the loader may reuse the buffer
+        return prepare(config, batch)
+
     def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
-        agree(step, data, run.interrupts, run.anomalies, embeddings, out)
+        equal = None
+        if texts:
+            equal = share_of_equal_texts(torch.cat(texts), embeddings.text.detach())
+        agree(step, data, run.interrupts, run.anomalies, embeddings, out, equal)
         set_rates(run.engine, rate, config.optim, embeddings.scale)
 
     try:
@@ -124,7 +140,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
             run.engine,
             run.loss,
             data.micro_batches,
-            partial(prepare, config),
+            prepare_and_keep,
             config.model.max_scale,
             agree_and_set_rates,
             run.anomalies.check_norm,
@@ -229,27 +245,33 @@ def agree(
     anomalies: AnomalyDetector,
     embeddings: Embeddings,
     out: LossOutput,
+    equal_texts: Tensor | None = None,
 ) -> None:
     """Make all ranks continue or stop together, before the parameters are updated. Collective: one all_reduce.
 
-    The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
+    The ranks also agree on pending requests to save or to stop, which `train` handles after the step. `equal_texts` is
+    what share_of_equal_texts returned on this rank; None if it was not called.
 
     Raises:
-        StopError: If a rank could not read its data, or if the ranks are at different steps.
+        StopError: If a rank could not read its data, if the ranks are at different steps, or if captions with different
+            tokens have equal features.
         FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
         SpikeError: If the batch must be skipped because its loss is a spike.
     """
     loss = out.loss
     has_error = float(data.error is not None)
     flags = torch.tensor(
-        [0.0, has_error, *interrupts.requests, step, -step, 0.0], dtype=torch.float64
+        [0.0, has_error, *interrupts.requests, step, -step, 0.0, 0.0], dtype=torch.float64
     )
     # This does not make the host wait for the device: CUDA copies a few bytes asynchronously.
     flags = flags.to(loss.device, non_blocking=True)
-    flags[0] = ~torch.isfinite(loss.detach())
+    features = embeddings.image.detach().sum() + embeddings.text.detach().sum()
+    flags[0] = ~torch.isfinite(loss.detach() + features)
+    if equal_texts is not None:
+        flags[-2] = equal_texts
     flags[-1] = out.metrics["loss"]
     agreed = comm.all_reduce_max(flags).tolist()
-    not_finite, has_error, save, stop, writing, last, first, global_loss = agreed
+    not_finite, has_error, save, stop, writing, last, first, equal, global_loss = agreed
     # The maximum of `step` over ranks is the latest step, and the maximum of `-step` is minus the earliest.
     if last != -first:
         # A rank has skipped a collective, so its next collectives were matched with the wrong collectives
@@ -261,6 +283,8 @@ def agree(
         )
     interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
+        if equal > MAX_EQUAL_TEXTS:
+            raise StopError(f"{equal:.0%} {EQUAL_TEXTS} Nothing was updated")
         if anomalies.check_spike("loss", step + 1, global_loss):
             raise SpikeError
         return

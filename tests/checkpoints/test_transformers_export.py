@@ -21,9 +21,11 @@ from helpers.architectures import architecture
 from helpers.trained import write_run
 
 
-def make_run(folder: Path, kind: str, bias: float | None = None) -> tuple[Path, Any, Any]:
-    name = folder / f"{kind}.json"
-    name.write_text(json.dumps(architecture(kind, folder)))
+def make_run(
+    folder: Path, kind: str, bias: float | None = None, length: int = 12
+) -> tuple[Path, Any, Any]:
+    name = folder / f"{kind[:4]}.json"  # a name with "siglip" would choose another tokenizer
+    name.write_text(json.dumps(architecture(kind, folder, length)))
     torch.manual_seed(0)
     model = build_model(ModelSettings(name=str(name)), initial_bias=bias)
     with torch.no_grad():
@@ -51,8 +53,8 @@ def test_transformers_loads_equal_features_from_pictures_and_words(
         assert loaded.logit_bias.item() == ((bias and model.logit_bias.item()) or 0.0)
     words = ["a photo of red square", "Two_Circles:  it's (blue)!"]
     texts = transformers.AutoTokenizer.from_pretrained(folder)
-    tokens = texts(words, padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
-    features = loaded.get_text_features(input_ids=tokens)
+    tokens = texts(words, padding="max_length", truncation=True, return_tensors="pt")
+    features = loaded.get_text_features(**tokens)
     features = getattr(features, "pooler_output", features)
     assert_close(features, model.encode_text(tokenizer(words)))
     pixels = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8)
@@ -65,6 +67,32 @@ def test_transformers_loads_equal_features_from_pictures_and_words(
     expected = model.encode_image(ours(picture)[None])
     assert_close(features, expected, 2e-2)
     assert_close(loaded.get_image_features(pixel_values=ours(picture)[None]), expected)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
+@torch.no_grad()
+def test_transformers_pipeline_has_our_scores(kind: str, tmp_path: Path) -> None:
+    run, model, tokenizer = make_run(tmp_path, kind, length=64)
+    folder = export_run(run, tmp_path / "export", "transformers")
+    words = ["a photo of red square", "Two_Circles:  it's (blue)!", "dog"]
+    pixels = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    classify = transformers.pipeline("zero-shot-image-classification", str(folder), device="cpu")
+    found = classify(picture, candidate_labels=words, hypothesis_template="{}")
+    image, text, scale, _ = model(pixels[None], tokenizer(words))
+    logits = (scale * image @ text.T)[0]
+    ours = logits.softmax(0) if kind == "clip" else logits.sigmoid()
+    assert {item["label"]: item["score"] for item in found} == pytest.approx(
+        dict(zip(words, ours.tolist(), strict=True)), abs=1e-3
+    )
+
+
+def test_siglip_with_the_padding_of_open_clips_tokenizer_is_refused(tmp_path: Path) -> None:
+    """open_clip's tokenizer pads with 0, which is a word, and transformers pads with the end token."""
+    run, _, _ = make_run(tmp_path, "siglip_bpe")
+    with pytest.raises(ValueError, match=r"transformers cannot prepare texts .* pads them"):
+        export_run(run, tmp_path / "export", "transformers")
+    assert not list(tmp_path.glob("*export*"))
 
 
 def assert_close(theirs: Any, ours: torch.Tensor, tolerance: float = 1e-5) -> None:

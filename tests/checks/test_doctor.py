@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+from PIL import Image
 
 from disco_ds.checks import Line, examine
 from disco_ds.checks.recipe_checks import (
@@ -21,14 +23,18 @@ from disco_ds.checks.recipe_checks import (
     check_kernels,
     check_start,
 )
+from disco_ds.checks.samples import Inputs, check_samples
 from disco_ds.checks.versions import check_versions
-from disco_ds.config import Config
+from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
+from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.distributed import comm
+from disco_ds.models.clip import read_preprocessing, read_text_size
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
-from helpers.shards import make_sample, write_shards
+from helpers.shards import encode, make_sample, noise, read_step, write_shards
+from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
 # Packages
@@ -155,7 +161,11 @@ def test_batch_that_does_not_divide_fails() -> None:
 
 
 def look_at_data(config: Config, ranks: int = 1, ranks_here: int | None = None) -> list[Line]:
-    return examine("data", lambda: check_data(config, ranks, ranks_here), (ValueError, OSError))
+    errors = (ValueError, OSError)
+    lines = examine("data", lambda: check_data(config, ranks, ranks_here), errors)
+    found = {line.found for line in lines}
+    more = examine("samples", lambda: check_samples(config), errors)
+    return lines + [line for line in more if line.found not in found]
 
 
 def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
@@ -170,24 +180,32 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
     assert "C compiler" in line.remedy
 
 
+def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+    """The sample with an image of more than one color."""
+    return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
+
+
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", [40, 30, 20])
+    write_shards(tmp_path / "data", [40, 30, 20], drawn)
     lines = look_at_data(
         data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords][0]}": 0.5})
     )
     assert statuses(lines) == [
         ("ok", "manifest"),
-        ("ok", "samples"),
         ("ok", "data.slots"),
         ("ok", "length"),
-    ]
-    assert lines[1].found == "82 read, 0 broken"
-    assert statuses(look_at_data(settings())) == [
         ("ok", "samples"),
+    ]
+    assert lines[3].found.startswith("82 read, 0 broken; captions 3 to ")
+    assert lines[3].found.endswith("0% cut, 100% of them different; images 30 to 32 px")
+    assert statuses(look_at_data(settings(model={"name": "quickstart"}))) == [
         ("ok", "data.slots"),
         ("ok", "length"),
+        ("ok", "samples"),
     ]
-    line = the(look_at_data(settings(steps=None, epochs=1e-9)), "data")
+    line = the(
+        look_at_data(settings(steps=None, epochs=1e-9, model={"name": "quickstart"})), "data"
+    )
     assert (line.status, "the run's 0 steps of 64 samples" in line.found) == ("fail", True)
 
 
@@ -275,7 +293,7 @@ def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) ->
 
 
 def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: Path) -> None:
-    write_shards(tmp_path, [20, 30, 20])
+    write_shards(tmp_path, [20, 30, 20], drawn)
     selected = the(
         look_at_data(data_of(tmp_path, filter={"label": {"in": ["label 1"]}})), "samples"
     )
@@ -285,3 +303,68 @@ def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: 
     (tmp_path / "manifest.json").unlink()
     whole = the(look_at_data(data_of(tmp_path, index="none")), "samples")
     assert (whole.status, "70 read, 0 broken" in whole.found) == ("ok", True)
+
+
+def test_equal_captions_plain_images_and_cut_captions_are_warnings(tmp_path: Path) -> None:
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        if index % 4:  # three of four captions are one text, one of four is longer than the context
+            return sample | {"txt": b"a dog"}
+        return drawn(index, sample) | {"txt": b"photo %d " % index + b"of a cat " * 20}
+
+    write_shards(tmp_path, [32], change)
+    line = the(look_at_data(data_of(tmp_path)), "samples")
+    assert line.status == "warn"
+    assert "captions 4 to 20 tokens (mean 8.0), 25% cut, 28% of them different" in line.found
+    for words in ("75% of the captions are 'a dog'", "75% of the images have one color"):
+        assert words in line.found
+    assert "--picture" in line.remedy
+
+
+def test_a_caption_that_just_fits_is_not_cut(tmp_path: Path) -> None:
+    """The quickstart's context has 20 tokens, two of them for the start and the end."""
+
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return drawn(index, sample) | {"txt": b"cat " * (18 + index % 2)}
+
+    write_shards(tmp_path, [32], change)
+    config = data_of(tmp_path)
+    _, samples = Inputs.build(config).read(*load_sources(config.data), config.data, 0)
+    assert [sample.num_tokens for sample in samples] == [20] * 32
+    assert [sample.is_cut for sample in samples] == [False, True] * 16
+
+
+def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
+    """Crop, caption and tokens are those of the same sample in the run's first epoch."""
+    config = load_config(
+        "quickstart", ["data.workers=0", "data.slots=1", "data.shards=bundled:emoji/unseen"]
+    )
+    inputs = Inputs.build(config)
+    (source,) = load_sources(config.data)
+    _, samples = inputs.read(source, config.data, 0)
+    look = read_preprocessing(inputs.model)
+    spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model))
+    loader = Loader(
+        config.data, [source], form, Share(0, 1, 155, 155), config.seed, None, Staging()
+    )
+    (batch,) = read_step(loader).micro_batches
+    loader.close()
+    place = {index: row for row, index in enumerate(batch.index.tolist())}
+    for sample in samples:
+        assert torch.equal(batch.text[place[sample.id]], sample.text)
+        assert torch.equal(batch.image[place[sample.id]], sample.image)
+    lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
+    assert the(lines, "picture").status == "ok"
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert picture.size == (960, 760)
+
+
+def test_captions_that_the_model_cannot_tell_apart_fail(tmp_path: Path) -> None:
+    tree = TINY | {"text_cfg": TINY["text_cfg"] | {"vocab_size": BPE_SIZE, "pool_type": "first"}}
+    (tmp_path / "first.json").write_text(json.dumps(tree))
+    write_shards(tmp_path / "data", [40], drawn)
+    config = data_of(tmp_path / "data")
+    config = config.model_copy(update={"model": ModelSettings(name=str(tmp_path / "first.json"))})
+    line = the(look_at_data(config), "features")
+    assert line.status == "fail"
+    assert line.found.startswith("100% of the captions have the same text features")

@@ -83,6 +83,48 @@ def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
         assert top5 > 1.5 * 5 * found.values["chance"], "without training, zeros would agree"
 
 
+class Alike(nn.Module):
+    """Features that are all equal; those of one side may be another value."""
+
+    def __init__(self, **values: float) -> None:
+        super().__init__()
+        self.values = {"image": 0.5, "text": 0.5} | values
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
+        sides = {"image": image, "text": text}
+        rows = [
+            None if x is None else torch.full((len(x), 4), self.values[name])
+            for name, x in sides.items()
+        ]
+        return *rows, torch.ones(1), None
+
+
+def test_equal_features_find_nothing_and_non_finite_ones_name_the_tower() -> None:
+    choices: Any = {
+        "labeled": {"unseen": "bundled:emoji/unseen"},
+        "label_key": "{json[caption]}",
+        "retrieval": {"pairs": "bundled:emoji/unseen"},
+        "validation": {"held_out": "bundled:emoji/unseen"},
+    }
+    sets = load_sets(EvalSettings(**choices), DataSettings(**DATA))
+
+    def evaluate_model(model: nn.Module) -> dict[str, float]:
+        def tokenize(texts: list[str]) -> Tensor:
+            return torch.zeros(len(texts), 3, dtype=torch.int64)
+
+        results = evaluate_sets(model, sets, ImageSpec((32, 32)), tokenize, 64)
+        return {key: value for result in results for key, value in result.values.items()}
+
+    values = evaluate_model(Alike())
+    assert values["chance"] == pytest.approx(1 / 155)
+    right = ["top1", "top5", "recall", "i2t_r1", "t2i_r10", "i2t_at_155", "t2i_at_155"]
+    assert [values[key] for key in right] == [0] * len(right)
+    for side in ("image", "text"):
+        for value in (float("nan"), float("inf")):
+            with pytest.raises(comm.AgreedError, match=f"the {side} tower are not finite"):
+                evaluate_model(Alike(**{side: value}))
+
+
 DATA = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 TEXT = {"context_length": 12, "vocab_size": 49_408, "width": 32, "heads": 2, "layers": 2}
 VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
@@ -41,8 +42,24 @@ def write_tokenizer(folder: Path, kind: str) -> str:
     return str(folder)
 
 
-def architecture(kind: str, folder: Path) -> dict[str, Any]:
-    clip = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": TEXT}
+def write_words(folder: Path, words: list[str], pad: str = "[PAD]") -> str:
+    """A tokenizer of whole words whose end token, [SEP], comes before the words."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {word: i for i, word in enumerate(special + words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": pad}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def architecture(kind: str, folder: Path, length: int = 12) -> dict[str, Any]:
+    text: dict[str, Any] = {**TEXT, "context_length": length}
+    clip = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": text}
     if kind == "clip":
         return clip
     if kind == "quick_gelu":
@@ -54,8 +71,7 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         return {**clip, "vision_cfg": {**VISION, "ls_init_value": 0.1}}
     if kind == "convnext":
         return {**clip, "vision_cfg": {"image_size": 32, "timm_model_name": "test_convnext"}}
-    text = {
-        **TEXT,
+    text |= {
         "vocab_size": len(WORDS),
         "width": 64,
         "hf_tokenizer_name": write_tokenizer(folder / "tokenizer", kind),
@@ -66,6 +82,9 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         "norm_kwargs": {"eps": 1e-6},
         "act_kwargs": {"approximate": "tanh"} if kind == "siglip2" else {},
     }
+    if kind == "siglip_bpe":
+        text |= {"vocab_size": 49_408, "hf_tokenizer_name": None, "tokenizer_kwargs": {}}
+        kind = "siglip"
     vision = {**TIMM, "timm_model_name": f"tiny_{kind}"}
     return {"embed_dim": 64, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
 

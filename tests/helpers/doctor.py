@@ -21,4 +21,4 @@ def the(lines: list[Line], check: str) -> Line:
 
 def data_of(folder: Path | str, **changes: Any) -> Config:
     data = {"shards": str(folder), "source": "shards", "image_key": "png", "workers": 2, **changes}
-    return settings(data=data)
+    return settings(data=data, model={"name": "quickstart"})

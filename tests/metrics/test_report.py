@@ -28,7 +28,6 @@ from disco_ds.training.build import build
 from disco_ds.training.loop import finish
 from helpers.dist import run_ranks
 from helpers.tiny_run import recipe
-from helpers.tool import load_tool
 
 UNSEEN = "bundled:emoji/unseen"
 LABEL = "{json[caption]}"
@@ -196,30 +195,3 @@ def test_finished_run_has_its_pictures_and_keeps_what_it_did_without(tmp_path):
     assert (folder / REPORT).is_file()
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert events.Scalars("eval/unseen_chance")[0].value == pytest.approx(1 / 155)
-
-
-def test_contact_sheet_shows_what_its_rule_says(tmp_path, monkeypatch, capsys):
-    tool = load_tool("contact_sheet")
-    out = tmp_path / "sheet.png"
-    monkeypatch.setattr(
-        sys, "argv", ["sheet", UNSEEN, "--count", "14", "--shift", "2", "--out", str(out)]
-    )
-    assert tool.main() == 0
-    sheet = pixels(out)
-    assert sheet.shape == (24 + 2 * (64 + 54), 12 * 120, 3), "two rows below a title"
-    args = tool.parse_args()
-    (block,) = tool.read_blocks(UNSEEN, args).values()
-    manifest = load_manifest(resolve_shards(UNSEEN))
-    settings = load_config("quickstart").data
-    spec_64 = tool.ImageSpec((64, 64))
-    captions = [caption for _, caption, _ in read_all(manifest, settings, spec_64, 0, 1, LABEL)]
-    assert [caption for _, caption in block] == [
-        captions[(i * 155 // 14 + 2) % 155] for i in range(14)
-    ]
-    left = 13 % 12 * 120 + (120 - 64) // 2
-    assert numpy.array_equal(
-        sheet[24 + 118 : 24 + 118 + 64, left : left + 64], numpy.asarray(block[13][0])
-    )
-    monkeypatch.setattr(sys, "argv", ["sheet", "bundled:emoji/none", "--out", str(out)])
-    assert tool.main() == 2
-    assert "available: bundled:emoji/train" in capsys.readouterr().err

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torchvision import transforms
 
-from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.config import ModelSettings
+from disco_ds.models.clip import read_architecture, read_preprocessing, read_text_size
 from disco_ds.models.convnet import ConvNet
+from disco_ds.models.pretrained import find_preprocessing
 from helpers.models import build, one_batch, write_resnet
 from helpers.towers import IMAGE_SIZE, TINY
 
@@ -137,9 +139,135 @@ def test_pretrained_that_does_not_fit_is_refused(kind: str, tiny: str, tmp_path:
         torch.save(contents[kind], path)
     else:
         path.write_bytes(b"" if kind == "empty" else b"no weights at all")
-    with pytest.raises(ValueError, match=r"model .*tiny.json: open_clip could not build it"):
+    with pytest.raises(
+        ValueError, match=r"model.pretrained: .*weights.pt does not fit model .*tiny.json"
+    ) as said:
         build(tiny, pretrained=path)
+    assert "\n" not in str(said.value)
+    assert "\x1b" not in str(said.value)
     assert logging.root.manager.disable == logging.NOTSET
+
+
+def lightning(state: dict[str, Any]) -> dict[str, Any]:
+    return {"epoch": 3, "state_dict": {f"model.{key}": x for key, x in state.items()}}
+
+
+def compiled(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"module._orig_mod.{key}": x for key, x in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "logged"),
+    [
+        (lightning, "state_dict, model."),
+        (compiled, "_orig_mod., module."),
+        (lambda state: {"model": state, "epoch": 3}, "model"),
+        (lambda state: {"module": state}, "module"),
+        (lambda state: {"state_dict_ema": state, "arch": "vit"}, "state_dict_ema"),
+    ],
+)
+def test_wrappers_of_trainers_are_removed_and_logged(
+    wrap: Any, logged: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = build(tiny, seed=1)
+    path = tmp_path / "saved.pt"
+    torch.save(wrap(source.state_dict()), path)
+    model = build(tiny, pretrained=path)
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert f"saved.pt: removed from the names of its tensors: {logged}" in caplog.text
+    tower = build(tiny, pretrained_image=path)
+    assert torch.equal(tower.visual.proj, source.visual.proj)  # type: ignore[operator, union-attr]
+
+
+def test_weights_that_are_ambiguous_or_need_pickle_are_refused(tiny: str, tmp_path: Path) -> None:
+    state = build(tiny).state_dict()
+    path = tmp_path / "saved.pt"
+    for content, words in (
+        ({"state_dict": state, "state_dict_ema": state}, "several.*: state_dict, state_dict_ema"),
+        ({"encoder.a": torch.zeros(1), "b": torch.zeros(1)}, "its first tensors: encoder.a, b"),
+        ({"state_dict": state, "args": Path("a")}, r"torch.load\(..., weights_only=False\)"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=rf"saved.pt does not fit .*{words}") as said:
+            build(tiny, pretrained=path)
+        assert "\x1b" not in str(said.value)
+
+
+@pytest.mark.parametrize("custom_text", [False, True])
+def test_text_positions_of_another_context_length_keep_their_numbers(
+    custom_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(length: int, width: int = 32) -> str:
+        path = tmp_path / f"{length}-{width}.json"
+        text_cfg = TINY["text_cfg"] | {"context_length": length, "width": width}
+        path.write_text(json.dumps(TINY | {"text_cfg": text_cfg, "custom_text": custom_text}))
+        return str(path)
+
+    source = build(write(16), seed=1)
+    torch.save(source.state_dict(), path := tmp_path / "saved.pt")
+    name = "text.positional_embedding" if custom_text else "positional_embedding"
+    positions = source.get_parameter(name)
+    short = build(write(8), pretrained=path).get_parameter(name)
+    assert torch.equal(short, positions[:8])
+    caplog.clear()
+    long = build(write(20), pretrained=path).get_parameter(name)
+    assert torch.equal(long[:16], positions)
+    assert 0.005 < long[16:].std() < 0.015, "open_clip's initial positions have std 0.01"
+    assert "16 text positions, the model has 20" in caplog.text
+    with pytest.raises(ValueError, match=r"width 32, but text_cfg.width is 64"):
+        build(write(16, 64), pretrained=path)
+
+
+# Preprocessing and activation of the weights
+
+
+def test_local_weights_have_the_preprocessing_of_the_models_tags(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    for name, mean, std in (("MobileCLIP-S1", 0.0, 1.0), ("ViT-B-16-SigLIP", 0.5, 0.5)):
+        look, warning = find_preprocessing(name, ModelSettings(name=name, pretrained=path))
+        assert (look["mean"], look["std"]) == ((mean,) * 3, (std,) * 3)
+        assert warning is not None
+        assert f"tags of {name} are used: mean ({mean}" in warning
+    for name, words in (("ViT-L-14", "different ones"), ("quickstart", "do not exist")):
+        look, warning = find_preprocessing(name, ModelSettings(name=name, pretrained=path))
+        assert not look
+        assert warning is not None
+        assert words in warning
+        assert "set model.image_mean" in warning
+
+
+def test_a_file_beside_an_open_clip_config_has_its_preprocessing(tmp_path: Path) -> None:
+    about = {"model_cfg": TINY, "preprocess_cfg": {"mean": [0.1] * 3}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
+    for path in (tmp_path, tmp_path / "open_clip_model.safetensors"):
+        look, warning = find_preprocessing("ViT-L-14", ModelSettings(pretrained=path))
+        assert look == {"mean": [0.1] * 3}
+        assert warning is None
+
+
+def test_the_activation_is_that_of_the_weights(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openai = {"name": "ViT-B-32", "pretrained": Path("openai")}
+    assert read_architecture(ModelSettings(**openai))["quick_gelu"] is True
+    laion = {"name": "ViT-B-32", "pretrained": Path("laion2b_s34b_b79k")}
+    assert not read_architecture(ModelSettings(**laion)).get("quick_gelu")
+    for settings in (openai | {"quick_gelu": False}, laion | {"quick_gelu": True}):
+        with pytest.raises(ValueError, match=r"model.quick_gelu=.*, but the weights .* remove"):
+            read_architecture(ModelSettings(**settings))
+    about = {"model_cfg": TINY | {"quick_gelu": True}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
+    monkeypatch.chdir(tmp_path)
+    assert not read_architecture(ModelSettings(**laion)).get("quick_gelu"), "a tag is no file here"
+    source = build(tiny, quick_gelu=True).eval()
+    extra = {"input_resolution": torch.tensor(32)}  # as in OpenAI's files
+    torch.save(source.state_dict() | extra, tmp_path / "open_clip_model.pth")
+    model = build(tiny, pretrained=tmp_path).eval()
+    assert "uses QuickGELU=True, as its weights do" in caplog.text
+    batch = one_batch()
+    for got, true in zip(model(*batch)[:2], source(*batch)[:2], strict=True):
+        assert torch.equal(got, true)
 
 
 # Names

@@ -8,6 +8,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from torch import nn
 
 from disco_ds.config import ModelSettings, OptimSettings
 from disco_ds.models.clip import build_model
@@ -39,6 +40,7 @@ def test_parameter_groups_decay_matrices_only(tmp_path: Path) -> None:
         "visual.conv1.weight",
     } <= members["matrices"]
     assert {"ln_final.weight", "ln_final.bias", "visual.class_embedding"} <= members["vectors"]
+    assert {"positional_embedding", "visual.positional_embedding"} <= members["vectors"]
     assert not [name for name in members["matrices"] if name.endswith("bias") or ".ln_" in name]
     assert sum(len(group["params"]) for group in groups) == len(names), "none twice"
     assert set().union(*members.values()) == set(names.values())
@@ -49,10 +51,41 @@ def test_parameter_groups_hold_no_empty_group_and_nothing_frozen(tmp_path: Path)
     groups = parameter_groups(model, settings())
     assert [group["name"] for group in groups] == ["matrices", "vectors"]
     assert all(p.requires_grad for group in groups for p in group["params"])
-    for parameter in model.parameters():
-        if parameter.ndim < 2:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or name.endswith("positional_embedding"):
             parameter.requires_grad_(False)
     assert [group["name"] for group in parameter_groups(model, settings())] == ["matrices"]
+
+
+class Block(nn.Module):
+    """Parameters under the names and shapes of BEiT, MobileCLIP, T5 and timm's attention pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+        self.relative_attention_bias = nn.Embedding(9, 2)
+        self.gamma = nn.Parameter(torch.zeros(8, 1, 1))
+        self.latent = nn.Parameter(torch.zeros(1, 1, 8))
+        self.position_embeddings = nn.Embedding(9, 2)
+        self.token = nn.Parameter(torch.zeros(2, 8))
+        self.proj = nn.Linear(8, 8, bias=False)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"token"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_vectors_positions_and_what_a_module_names_have_no_decay(name: str) -> None:
+    model: Any = nn.Module()
+    model.visual = nn.Module()
+    model.visual.blocks = nn.ModuleList([Block()])
+    found = table(model, settings(name=name))
+    decayed = {name for name, (_, decay) in found.items() if decay}
+    assert decayed == {"visual.blocks.0.proj.weight"}
+    groups = parameter_groups(model, settings(name=name))
+    assert [x for group in groups if group["muon"] for x in group["names"]] == (
+        ["visual.blocks.0.proj.weight"] if name == "muon" else []
+    )
 
 
 def table(model: Any, optim: OptimSettings) -> dict[str, tuple[float, float]]:

@@ -137,6 +137,16 @@ def test_a_timm_tower_of_another_image_size_is_read_and_its_open_clip_export_ref
         export_run(tmp_path / "run", tmp_path / "export")
 
 
+def test_weights_of_a_timm_tower_are_resized_to_the_image_size(tmp_path: Path) -> None:
+    name = write_timm(tmp_path)
+    source = build(name, seed=1)
+    torch.save(source.state_dict(), tmp_path / "saved.pt")
+    model = build(name, image_size=96, pretrained=tmp_path / "saved.pt")
+    source.visual.set_input_size(96)
+    assert torch.equal(model.visual.trunk.pos_embed, source.visual.trunk.pos_embed)
+    assert read_preprocessing(model).size == (96, 96)
+
+
 def test_a_folder_without_a_model_config_is_refused(tmp_path: Path) -> None:
     for text in ("{", "{}"):
         (tmp_path / "open_clip_config.json").write_text(text)
@@ -233,6 +243,24 @@ def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: st
     assert trained_sides(model) == {"image": True, "text": True}, (
         "a tower that is partly trained is a trained one"
     )
+
+
+def test_a_part_without_a_trained_parameter_runs_in_eval_mode(tiny: str) -> None:
+    image = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    model = build(tiny, lock_image=True, patch_dropout=0.5)
+    model.transformer.resblocks[0].add_module("drop", torch.nn.Dropout(0.5))
+    for _ in range(2):
+        assert torch.equal(model(image=image)[0], model(image=image)[0])
+        assert not any(module.training for module in model.visual.modules())
+        assert model.transformer.resblocks[0].drop.training
+        model.eval().train()
+    part = build(tiny, lock_image=True, unlocked_layers=2, patch_dropout=0.5)
+    blocks = part.visual.transformer.resblocks
+    assert [block.training for block in blocks] == [False, True]
+    assert part.visual.patch_dropout.training, "the trained layers are regularized"
+    assert not part.eval().visual.training
+    plain = build(tiny)
+    assert all(module.training for module in plain.modules())
 
 
 def test_unlocked_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,13 @@ def train(model_file: str) -> list[str]:
         plain = build_model(config.model)
         plain.load_state_dict(model.state_dict())
         optimizer = nadam(
-            [{"params": [p], "weight_decay": 0.2 * (p.ndim > 1)} for p in plain.parameters()]
+            [
+                {
+                    "params": [p],
+                    "weight_decay": 0.2 * (p.ndim > 1 and not n.endswith("positional_embedding")),
+                }
+                for n, p in plain.named_parameters()
+            ]
         )
         engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
         for step in range(3):

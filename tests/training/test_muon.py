@@ -63,7 +63,11 @@ def plain_changes(
     model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
     hidden = {n: p for n, p in model.named_parameters() if is_hidden(n, p)}
     rest = [
-        {"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "factor": factor(n)}
+        {
+            "params": [p],
+            "weight_decay": 0.1 * (p.ndim > 1 and not n.endswith("positional_embedding")),
+            "factor": factor(n),
+        }
         for n, p in model.named_parameters()
         if n not in hidden
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import AnomalyDetector
+from disco_ds.metrics.anomalies import AnomalyDetector, share_of_equal_texts
+from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import StopError, agree, refuse_overflows, train
@@ -29,6 +31,7 @@ from helpers.launched import (
 )
 from helpers.machine import HAS_FP16, needs_fp16
 from helpers.tiny_run import expect, recipe
+from helpers.towers import BPE_SIZE, write_tiny
 
 
 def passed_over(
@@ -107,6 +110,50 @@ def out_of_step() -> None:
     trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     with pytest.raises(StopError, match=r"rank 0 on .*: step 5; rank 1 on .*: step 6"):
         agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
+
+
+def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 100, (256, 4), generator=generator)
+    rows = torch.nn.functional.normalize(torch.randn(256, 8, generator=generator), dim=1)
+    out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+
+    def first_step(text: torch.Tensor, features: torch.Tensor) -> None:
+        embeddings = Embeddings(rows, features, torch.ones(1))
+        equal = share_of_equal_texts(text, features)
+        agree(0, StepData(), Interrupts(), trouble, embeddings, out, equal)
+
+    few, some = rows.clone(), rows.clone()
+    few[1:3], some[1:5] = few[0], some[0]
+    first_step(tokens, rows)
+    first_step(tokens, few)
+    first_step(tokens[:1].expand_as(tokens), rows[:1].expand_as(rows))
+    with pytest.raises(StopError, match=r"^100% of the captions .*text_cfg.pool_type.*vocab_size"):
+        first_step(tokens, rows[:1].expand_as(rows))
+    with pytest.raises(StopError, match=r"^2% of the captions"):
+        first_step(tokens, some)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: int) -> None:
+    features = [torch.ones(2, 4), torch.ones(2, 4)]
+    features[side][1, 2] = torch.nan
+    out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    with pytest.raises(FloatingPointError, match=r"step 7: .* because the features of rank 0"):
+        agree(7, StepData(), Interrupts(), trouble, Embeddings(*features, torch.ones(1)), out)
+
+
+def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
+    """In a causal tower, the first token sees no other."""
+    tree = json.loads(Path(write_tiny(tmp_path, BPE_SIZE)).read_text())
+    tree["text_cfg"]["pool_type"] = "first"
+    path = tmp_path / "first.json"
+    path.write_text(json.dumps(tree))
+    config = load_config(recipe(tmp_path), [f"model={{name: {path}}}", "log.tensorboard=false"])
+    with pytest.raises(StopError, match=r"^100% of the captions have the same text features"):
+        run_training(config)
 
 
 def overflow_at_the_bottom(path: Path) -> None:

@@ -1,0 +1,234 @@
+"""Check some samples as the model gets them: whether they can be read, and what their captions and images are like."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from disco_ds.checks import Line, Status
+from disco_ds.config import Config, DataSettings
+from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
+from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
+from disco_ds.data.images.decode import decode_image, find_image
+from disco_ds.distributed import comm
+from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
+from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
+
+_NUM_READ = 32
+"""Number of samples read from each of three shards: the first, the middle and the last."""
+_NUM_SHOWN = 24
+_MIN_SAMPLES = 8
+"""Captions and images are not judged by fewer samples than this."""
+_FIFTH = 0.2
+"""The doctor warns about this fraction of captions that are cut or of images with one color."""
+_ONE_COLOR = 4
+"""The values of each channel of an image of one color differ by less than this, because JPEG is not exact."""
+
+
+class Sample(NamedTuple):
+    """A sample as the model gets it."""
+
+    image: Tensor
+    """[3, H, W] uint8, before data.augment."""
+    text: Tensor
+    """[L] int64, tokens."""
+    caption: str
+    """Empty if the source generates tokens."""
+    num_tokens: int
+    is_cut: bool
+    """Whether the caption has more tokens than the context length."""
+    id: int
+    side: int
+    """Shorter side of the image in the source, in pixels; 0 if it is unknown."""
+
+
+def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
+    """Read some samples of each source, describe them, and check that the model can tell their captions apart.
+
+    Args:
+        config: The recipe.
+        picture: Where to draw some of the samples as a PNG; None draws nothing.
+
+    Raises:
+        ValueError: See load_sources and Inputs.build.
+    """
+    inputs = Inputs.build(config)
+    samples: list[Sample] = []
+    first_id = 0
+    for part, source in zip(config.data.parts, load_sources(config.data), strict=True):
+        line, read = inputs.read(source, config.data.settings_of(part), first_id)
+        yield line
+        samples += read
+        first_id += source.num_samples
+    num = min(_NUM_SHOWN, len(samples))
+    shown = [samples[i * len(samples) // num] for i in range(num)]  # evenly spaced
+    yield from inputs.check_texts(shown)
+    if picture:
+        inputs.draw(shown, picture)
+        yield Line("ok", "picture", f"{num} samples: {picture}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The recipe's model and tokenizer, which turn samples into inputs."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def build(cls, config: Config) -> Inputs:
+        """Build the model, with its weights if they are local files.
+
+        Raises:
+            ValueError: See build_model and build_tokenizer.
+        """
+        paths = [x for x in (config.model.pretrained, config.model.pretrained_image) if x]
+        pretrained = bool(paths) and all(path.exists() for path in paths)
+        model = build_model(config.model, pretrained=pretrained)
+        return cls(config, model, build_tokenizer(config.model, model))
+
+    def read(self, source: Source, data: DataSettings, first_id: int) -> tuple[Line, list[Sample]]:
+        """Read a few samples of a source, whose first sample has the id `first_id`."""
+        captions: list[str] = []
+
+        def tokenize(texts: list[str]) -> Tensor:
+            captions[:] = texts
+            return self.tokenizer(texts)
+
+        look = read_preprocessing(self.model)
+        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+        form = SampleForm(spec, tokenize, *read_text_size(self.model))
+        reader = source.open_samples(data, form, self.config.seed, 1)
+        # The size of the original image is unknown if the source generates images or data.stages may change them.
+        is_plain = type(source).open_samples is Source.open_samples and not data.stages
+        members = source.open(1, data.window) if is_plain else None
+        last = len(source.sizes) - 1
+        broken, dropped, samples = [], 0, []
+        chosen: set[tuple[int, int]] = set()
+        for shard in (0, last // 2, last):
+            size = source.sizes[shard] or reader.count(shard)  # the size is 0 if data.index=none
+            # The samples are spread evenly over the shard.
+            chosen.update((shard, i * size // _NUM_READ) for i in range(_NUM_READ) if size)
+        for shard, entry in sorted(chosen):
+            index = first_id + sum(source.sizes[:shard]) + entry
+            side = 0
+            try:
+                with breaks_sample(OSError):
+                    decode, text, _ = reader.read(shard, entry, 0, index)
+                    image = decode()
+                    if members:
+                        original = find_image(members.read(shard, entry), data.image_key)
+                        side = min(decode_image(original, data.max_pixels).size)
+            except DroppedSample:
+                dropped += 1
+            except BrokenSample as error:
+                broken.append(name_broken(reader.name, shard, entry, error))
+            else:
+                caption = captions[0] if captions else ""
+                samples.append(
+                    Sample(image, text, caption, *self._count(text, caption), index, side)
+                )
+        reader.close()
+        if members:
+            members.close()
+        return _describe(data, len(chosen), broken, dropped, samples), samples
+
+    def _count(self, text: Tensor, caption: str) -> tuple[int, bool]:
+        """Return the number of tokens without padding, and whether the caption was cut."""
+        padding = self.tokenizer([""])[0, -1]
+        num_tokens = int((text != padding).sum())
+        is_full = bool(caption) and num_tokens == len(text)
+        if is_full and not self.config.model.factory:  # a custom tokenizer has a fixed length
+            is_full = bool(self.tokenizer([caption], num_tokens + 1)[0, -1] != padding)
+        return num_tokens, is_full
+
+    @torch.no_grad()
+    def check_texts(self, samples: list[Sample]) -> Iterator[Line]:
+        """Check that captions with different tokens have different, finite features."""
+        if len(samples) < 2 or self.config.model.two_views:
+            return
+        tokens = torch.stack([sample.text for sample in samples]).to(comm.local_device())
+        features = self.model.to(comm.local_device()).eval()(text=tokens)[1]
+        equal = share_of_equal_texts(tokens, features).item()
+        if not features.isfinite().all():
+            yield Line("fail", "features", "the features of the text tower are not finite")
+        elif equal > MAX_EQUAL_TEXTS:
+            yield Line("fail", "features", f"{equal:.0%} {EQUAL_TEXTS}")
+
+    def draw(self, samples: list[Sample], path: Path) -> None:
+        """Draw samples after augmentation, each with its caption and number of tokens."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(12, 9.5), layout="constrained")
+        for number, sample in enumerate(samples):
+            epoch, ids = torch.tensor([0]), torch.tensor([sample.id])
+            settings = self.config.data.augment
+            image = augment(sample.image[None], epoch, ids, self.config.seed, settings)[0]
+            axis = figure.add_subplot(4, 6, number + 1)
+            axis.set_axis_off()
+            axis.imshow(image.permute(1, 2, 0))
+            words = textwrap.wrap(sample.caption, 26, max_lines=3, placeholder=" ...")
+            words.append(f"{sample.num_tokens} tokens{', cut' if sample.is_cut else ''}")
+            axis.set_title("\n".join(words), fontsize=8, parse_math=False)
+        figure.savefig(path, dpi=80)
+
+
+def _describe(
+    data: DataSettings, num: int, broken: list[str], dropped: int, samples: list[Sample]
+) -> Line:
+    found = f"{num} read, {len(broken)} broken"
+    if dropped:
+        found += f", {dropped} dropped by data.filter, data.uids or data.stages"
+    status: Status = "ok"
+    if not num:
+        return Line(
+            "fail", "samples", "the shards contain no complete sample", "are they tar files?"
+        )
+    if dropped == num:
+        return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
+    remedy = (
+        "see data.image_key and data.captions; a run stops once the fraction of broken samples exceeds "
+        f"data.max_broken={data.max_broken:g}"
+    )
+    if broken:
+        found += f"; the last: {broken[-1]}"
+        # Only a few samples are read, so one or two more than data.max_broken allows may be broken by chance. If more
+        # than half are broken, the check always fails.
+        many = len(broken) > 2 + data.max_broken * num or 2 * len(broken) > num
+        status = "fail" if many else "warn"
+    captions = Counter(sample.caption for sample in samples if sample.caption)
+    if not captions:
+        return Line(status, "samples", found, remedy)
+    n = len(samples)
+    counts = [sample.num_tokens for sample in samples]
+    cut = sum(sample.is_cut for sample in samples) / n
+    sides = [sample.side for sample in samples]
+    found += (
+        f"; captions {min(counts)} to {max(counts)} tokens (mean {sum(counts) / n:.1f}), {cut:.0%} cut, "
+        f"{len(captions) / n:.0%} of them different"
+    )
+    if any(sides):
+        found += f"; images {min(sides)} to {max(sides)} px"
+    plain = sum(_is_plain(sample.image) for sample in samples) / n
+    (text, most), *_ = captions.most_common(1)
+    if most >= n / 2:
+        found += f"; {most / n:.0%} of the captions are {textwrap.shorten(text, 60)!r}"
+    if plain >= _FIFTH:
+        found += f"; {plain:.0%} of the images have one color"
+    if status == "ok" and n >= _MIN_SAMPLES and (most >= n / 2 or max(plain, cut) >= _FIFTH):
+        remedy = "look at them with --picture FILE; see data.captions, data.image_key and text_cfg.context_length"
+        status = "warn"
+    return Line(status, "samples", found, remedy)
+
+
+def _is_plain(image: Tensor) -> bool:
+    pixels = image.flatten(1).int()
+    return bool((pixels.amax(1) - pixels.amin(1)).max() < _ONE_COLOR)

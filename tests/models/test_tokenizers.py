@@ -1,0 +1,65 @@
+"""Tokenizers from elsewhere: the text tower pools their end token and masks their padding, or the model is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from disco_ds.config import ModelSettings
+from disco_ds.models.clip import build_model, build_tokenizer
+from helpers.architectures import write_words
+from helpers.towers import TINY
+
+WORDS = ["a", "photo", "of", "on", "in", "grass", "water", "dog", "zebra"]
+TEXTS = ["a photo of a dog on grass", "a photo of a dog in water", "a photo of a dog"]
+
+
+def build(folder: Path, pad: str = "[PAD]", **text_cfg: Any) -> tuple[Any, Any]:
+    own = {"vocab_size": 4 + len(WORDS), "hf_tokenizer_name": write_words(folder / "t", WORDS, pad)}
+    path = folder / "own.json"
+    path.write_text(json.dumps(TINY | {"text_cfg": TINY["text_cfg"] | own | text_cfg}))
+    settings = ModelSettings(name=str(path))
+    torch.manual_seed(0)
+    model = build_model(settings)
+    return model, build_tokenizer(settings, model)
+
+
+def test_pooling_of_another_token_than_the_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"own.json.*'argmax'.* 12,.* 3,.*eos_id to 3.*'last'"):
+        build(tmp_path)
+    with pytest.raises(ValueError, match=r"'eos'.*eos_id, 2,.* 3,.*eos_id to 3"):
+        build(tmp_path, pool_type="eos")
+
+
+@pytest.mark.parametrize("pooling", [{"pool_type": "eos", "eos_id": 3}, {"pool_type": "last"}])
+def test_the_poolings_that_the_message_names_tell_texts_apart(
+    pooling: dict[str, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = build(tmp_path, **pooling)
+    features = model.eval()(text=tokenizer(TEXTS))[1]
+    assert torch.pdist(features).min() > 1e-3
+
+
+def write_roberta(folder: Path) -> str:
+    """A text tower of transformers that masks token 0."""
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.RobertaConfig(
+        vocab_size=13, intermediate_size=16, pad_token_id=0, max_position_embeddings=24, **size
+    )
+    transformers.RobertaModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_padding_that_the_text_tower_does_not_mask_is_refused(tmp_path: Path) -> None:
+    tower = {"hf_model_name": write_roberta(tmp_path / "tower")}
+    with pytest.raises(ValueError, match=r"own.json.*pads with token 1.*masks token 0"):
+        build(tmp_path, pad="[UNK]", **tower)
+    model, tokenizer = build(tmp_path, **tower)
+    features = model.eval()(text=tokenizer(TEXTS))[1]
+    without_padding = model(text=tokenizer(TEXTS[:1], context_length=9))[1]
+    torch.testing.assert_close(features[:1], without_padding)
