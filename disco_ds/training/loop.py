@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from disco_ds.config import CheckpointSettings, Config, EvalSettings
 from disco_ds.config.schedule import Schedule
@@ -123,7 +124,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
 
     texts: list[Tensor] = []  # of the first step only
 
-    def prepare_and_keep(batch: MicroBatch) -> tuple[Tensor, ...]:
+    def prepare_and_keep(batch: MicroBatch) -> tuple[Any, ...]:
         if step == 0:
             texts.append(batch.text.clone())  # the loader may reuse the buffer
         return prepare(config, batch)
