@@ -218,7 +218,8 @@ def _train_stage(
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None
         try:
-            with explained(config, lambda: run.heartbeat.place.doing, report):
+            doing = lambda: run.heartbeat.place.doing  # noqa: E731
+            with explained(config, doing, report, run.loader.describe_long_texts):
                 train(run)
                 if is_finished:
                     finish(run)

@@ -343,6 +343,13 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
             "memory that CUDA and NCCL use on each GPU",
         ),
         ("--image-kb", rate, Assumptions.image_bytes / 1000, "KB", "size of a compressed image"),
+        (
+            "--text-tokens",
+            _number(float, 1),
+            None,
+            "N",
+            "mean number of tokens of a caption (default: read from the shards, if they are here)",
+        ),
         ("--per-host", _number(int, 1), Assumptions.per_host, "N", "GPUs per host"),
         ("--flops", rate, None, "TFLOPS", "peak rate of a GPU (default: from its data sheet)"),
         (

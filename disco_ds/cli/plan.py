@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
         image_bytes=int(1000 * args.image_kb),
         num_samples=args.data_samples,
         per_host=args.per_host,
+        text_tokens=args.text_tokens,
         efficiency=args.efficiency,
         between_hosts=args.bandwidth,
     )
@@ -96,6 +97,7 @@ def describe_time(made: Plan) -> str:
         f"Assumed: {assumed.efficiency:g} of the GPU's FLOP/s, {assumed.between_hosts:g} GB/s between "
         f"hosts of {assumed.per_host} GPUs; no overlap, no waiting for data, no stragglers, no latencies."
     )
+    text += f"\ntexts: {describe_texts(made.assumed)}"
     # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
     if speed.step_s > made.config.timeout_s / 2:
         text += (
@@ -103,3 +105,11 @@ def describe_time(made: Plan) -> str:
             "hung: raise timeout_s"
         )
     return text
+
+
+def describe_texts(assumed: Assumptions) -> str:
+    """Describe the length of the texts that the plan assumes, and where it is from."""
+    if assumed.text_tokens is None:
+        return "as long as the model allows; --text-tokens N plans for shorter ones"
+    origin = f"read from {assumed.num_captions:,} captions" if assumed.num_captions else "given"
+    return f"{assumed.text_tokens:.1f} tokens on average ({origin}), padding is not computed"

@@ -20,6 +20,13 @@ class Assumptions:
     """Bytes per compressed image, for recipes that hold images compressed."""
     num_samples: int | None = None
     """Number of samples in the data, for losses that keep state per sample; None if unknown."""
+    text_tokens: float | None = None
+    """Mean number of tokens of a text, for text towers that do not compute padding. None: read it from the shards if
+    they are on this machine; otherwise, all texts are as long as the model allows."""
+    text_deviation: float | None = None
+    """Standard deviation of the number of tokens. None: half of the mean."""
+    num_captions: int = 0
+    """Number of captions from which text_tokens was read; 0 if it was given."""
     per_host: int = 8
     """GPUs per host."""
     efficiency: float = 0.2

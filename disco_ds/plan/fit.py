@@ -72,7 +72,10 @@ def fit(
     places = ["device"] if host_gib is None else ["device", "host", "compressed"]
     found = []
     for checkpointing in (False, True):
-        few, many = (trace(change(1, m, checkpointing, "device"), m) for m in (smallest, largest))
+        few, many = (
+            trace(change(1, m, checkpointing, "device"), m, assumed=assumed)
+            for m in (smallest, largest)
+        )
         for m, pixels in product(MICRO_BATCHES, places):
             towers = few.interpolate(many, (m - smallest) / (largest - smallest))
             counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)

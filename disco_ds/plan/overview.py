@@ -10,7 +10,8 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.towers import trace
+from disco_ds.plan.text_tokens import read_text_tokens
+from disco_ds.plan.towers import build_fake_model, trace
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ def plan_run(
     """
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     ranks = ranks or config.ranks or 1
-    assumed = assumed or Assumptions()
+    if not largest:
+        config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
+    assumed = read_text_tokens(config, assumed or Assumptions(), build_fake_model)
     if largest:
         config, towers = fit(config, ranks, chosen.gib, host_gib, assumed)
     else:
-        config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
-        towers = trace(config, config.micro_batch)
+        towers = trace(config, config.micro_batch, assumed=assumed)
     if num_samples := known_samples(config, assumed.num_samples):
         config = config.with_samples(num_samples)
     memory = plan_memory(config, ranks, towers, assumed)

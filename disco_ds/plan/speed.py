@@ -20,10 +20,8 @@ from disco_ds.training.engine import DTYPES
 
 TUNING_S = 30.0
 """Seconds in which Triton tunes a loss's kernels, as measured on an H200 (docs/results.md)."""
-COMPILE_S = 35.0
-"""Seconds that torch.compile takes for a small model (measured on a CPU, see docs/planning.md)."""
-COMPILE_S_PER_OPERATION = 0.004
-"""Additional seconds for each operation of the towers' forward and backward."""
+COMPILE_S = 16.0
+"""Seconds that torch.compile takes for the blocks of both towers, as measured on an H100 (docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def plan_speed(
         comm_s=comm_bytes / (1e9 * link),
         comm_bytes=comm_bytes,
         tuning_s=TUNING_S if tuned else 0.0,
-        compile_s=COMPILE_S + COMPILE_S_PER_OPERATION * towers.operations if compiled else 0.0,
+        compile_s=COMPILE_S if compiled else 0.0,
     )
 
 

@@ -38,6 +38,8 @@ from disco_ds.models.clip import (
     read_text_size,
 )
 from disco_ds.models.fast import find_counter
+from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.text_tokens import plan_lengths
 from disco_ds.training.engine import DTYPES
 from disco_ds.training.step import Forward
 
@@ -73,8 +75,6 @@ class Towers:
     """Width of the features."""
     sample: int
     """Bytes per decoded sample: uint8 image, tokens, id, epoch and group id."""
-    operations: int
-    """Number of operations of the forward with a graph and the backward."""
 
     def interpolate(self, other: Towers, fraction: float) -> Towers:
         """Interpolate linearly between these values (fraction = 0) and those of `other` (fraction = 1). Round up."""
@@ -83,7 +83,7 @@ class Towers:
 
 
 class Allocations(TorchDispatchMode):
-    """Dispatch mode that counts operations, FLOPs, and the bytes of tensors.
+    """Dispatch mode that counts FLOPs and the bytes of tensors.
 
     A tensor is counted if it is created while the mode is active, and only until it is freed.
 
@@ -96,13 +96,12 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.current = self.peak = self.flops = self.operations = 0
+        self.current = self.peak = self.flops = 0
         self._known = WeakIdKeyDictionary()
         self._known.update({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.operations += 1
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
@@ -224,19 +223,38 @@ def make_batch(
     return MicroBatch(image, text, index, ids, torch.zeros_like(index), counted)
 
 
-def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
+def trace(
+    config: Config, m: int, like_gpu: bool = True, assumed: Assumptions | None = None
+) -> Towers:
     """Trace the towers with a micro-batch of m samples, without allocating memory.
 
     Args:
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
+        assumed: Its numbers of tokens of the texts are used; see plan_lengths.
 
     Raises:
         ValueError: If the model cannot be traced.
     """
+    with _explained(config):
+        return _trace(config, m, like_gpu, assumed or Assumptions())
+
+
+def build_fake_model(config: Config) -> Any:
+    """Build the recipe's model without values.
+
+    Raises:
+        ValueError: If the model cannot be built in this way.
+    """
+    with _explained(config), _fake(like_gpu=False):
+        return prepare_model(config)
+
+
+@contextmanager
+def _explained(config: Config) -> Iterator[None]:
     try:
-        return _trace(config, m, like_gpu)
+        yield
     except ValueError:
         raise
     except Exception as error:
@@ -245,11 +263,12 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
         raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 
 
-def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
+def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
     found: Counter[str] = Counter()
     with _fake(like_gpu):
         model = prepare_model(config)
-        batch = make_batch(model, m)
+        lengths = plan_lengths(assumed, m, read_text_size(model)[0])
+        batch = make_batch(model, m, lengths=lengths)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
         samples = list(batch.tensors.values())
@@ -260,7 +279,7 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
         @contextmanager
         def watch(name: str) -> Iterator[None]:
             memory.peak = memory.current  # measure the peak of this pass only
-            memory.flops = memory.operations = 0
+            memory.flops = 0
             with memory:
                 yield
             found[name] = memory.peak
@@ -268,7 +287,6 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
                 found["replay_flops"] = memory.flops
             else:
                 found["flops"] += memory.flops
-                found["operations"] += memory.operations
 
         width = run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
     return Towers(

@@ -33,7 +33,10 @@ class OutOfMemory(RuntimeError):  # noqa: N818
 
 @contextmanager
 def explained(
-    config: Config, phase: Callable[[], str], report: Callable[[str], object]
+    config: Config,
+    phase: Callable[[], str],
+    report: Callable[[str], object],
+    describe_texts: Callable[[], str | None] = lambda: None,
 ) -> Iterator[None]:
     """Turn an out-of-memory error raised in the `with` block into OutOfMemory, which names settings that save memory.
 
@@ -41,6 +44,7 @@ def explained(
         config: Settings of the run.
         phase: Returns the name of the phase that the run is in, such as "forward".
         report: Called with the explanation. On each host, only the first rank that runs out of memory calls it.
+        describe_texts: Returns a line if the texts of the current micro-batch are unusually long.
 
     Raises:
         OutOfMemory: On the ranks that ran out of memory.
@@ -53,7 +57,7 @@ def explained(
         place = phase()
         first_line = str(error).partition("\n")[0]
         text = f"out of memory in {place}: {first_line}"
-        explanation = _explain(config, place) if _is_first_of_host() else []
+        explanation = _explain(config, place, describe_texts()) if _is_first_of_host() else []
         if explanation:
             report("\n  ".join([f"rank {comm.rank()} is {text}", *explanation]))
         raise OutOfMemory(text, explanation) from error
@@ -67,7 +71,7 @@ def _is_first_of_host() -> bool:
     return store.add(f"disco_ds/out_of_memory/{socket.gethostname()}", 1) == 1
 
 
-def _explain(config: Config, phase: str) -> list[str]:
+def _explain(config: Config, phase: str, texts: str | None) -> list[str]:
     # This works on the CPU too: DeepSpeed's CPU accelerator gets these numbers from psutil.
     device = get_accelerator()
     allocated = device.memory_allocated() / GIB
@@ -77,6 +81,7 @@ def _explain(config: Config, phase: str) -> list[str]:
     return [
         f"{allocated:.2f} GiB allocated (peak {peak:.2f}) and {reserved:.2f} GiB reserved by torch; "
         f"total memory: {capacity:.2f} GiB on {device.current_device_name()}",
+        *([texts] if texts else []),
         f"to save memory in {phase}, try in this order:",
         *(f"  {change}" for change in _remedies(config, phase)),
         f"disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "

@@ -95,6 +95,9 @@ class Loader:
     ) -> None:
         staging = staging or Staging()
         self._count_tokens = count_tokens
+        self._num_texts = self._num_tokens = 0
+        self._mean_tokens = 0.0
+        """Mean number of tokens of the latest micro-batch's texts."""
         self.num_samples = sum(source.num_samples for source in sources)
         num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
         sources = fit_cache(
@@ -289,8 +292,22 @@ class Loader:
 
     def _count(self, number: int) -> np.ndarray | None:
         """Count the tokens of the texts in a buffer on the host."""
+        if self._count_tokens is None:
+            return None
+        lengths = self._count_tokens(self._batches[number].text)
+        self._num_texts += len(lengths)
+        self._num_tokens += int(lengths.sum())
+        self._mean_tokens = float(lengths.mean())
+        return lengths
+
+    def describe_long_texts(self) -> str | None:
+        """Describe the texts of the latest micro-batch, if they are longer than usual. Otherwise, return None."""
+        usual = self._num_tokens / max(self._num_texts, 1)
+        if self._mean_tokens <= 1.05 * usual:
+            return None
         return (
-            None if self._count_tokens is None else self._count_tokens(self._batches[number].text)
+            f"the texts of this micro-batch are long: {self._mean_tokens:.1f} tokens on average, those so far "
+            f"{usual:.1f}; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
         )
 
     def _recycle(self, delivery: Delivery) -> None:

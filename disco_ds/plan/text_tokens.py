@@ -1,0 +1,91 @@
+"""How many tokens the text tower computes, for text towers that do not compute padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from disco_ds.config import Config
+from disco_ds.data import ImageSpec, SampleForm, Source, load_sources
+from disco_ds.data.images.broken import BrokenSample, DroppedSample, breaks_sample
+from disco_ds.data.sources.base import Samples
+from disco_ds.models.clip import build_tokenizer, read_preprocessing, read_text_size
+from disco_ds.models.fast import find_counter
+from disco_ds.plan.assumptions import Assumptions
+
+NUM_CAPTIONS = 1000
+"""Number of captions that are read, evenly spaced over at most NUM_SHARDS shards."""
+NUM_SHARDS = 10
+ERRORS = 6
+"""Memory is planned for micro-batches whose mean is this many standard errors above that of all texts."""
+
+
+def read_text_tokens(
+    config: Config, assumed: Assumptions, build: Callable[[Config], Any]
+) -> Assumptions:
+    """Fill in the mean number of tokens of a text from the recipe's shards, if they are on this machine.
+
+    Args:
+        config: The recipe.
+        assumed: Returned as it is if it has the number, the texts are padded, or the shards cannot be read.
+        build: Builds the recipe's model. Its parameters need no values.
+    """
+    if assumed.text_tokens is not None or config.data.source == "synthetic":
+        return assumed
+    if any("://" in str(part.shards) for part in config.data.parts):
+        return assumed
+    lengths: list[int] = []
+    with suppress(ValueError, OSError):
+        sources = load_sources(config.data)
+        model = build(config)
+        count = find_counter(model)
+        if count is None:
+            return assumed
+        look = read_preprocessing(model)
+        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+        form = SampleForm(spec, build_tokenizer(config.model, model), *read_text_size(model))
+        for part, source in zip(config.data.parts, sources, strict=True):
+            samples = source.open_samples(config.data.settings_of(part), form, config.seed, 1)
+            if type(samples) is Samples:
+                lengths += _read(source, samples, count, NUM_CAPTIONS // len(sources))
+            samples.close()
+    if not lengths:
+        return assumed
+    found = np.array(lengths)
+    return replace(
+        assumed,
+        text_tokens=float(found.mean()),
+        text_deviation=float(found.std()),
+        num_captions=len(lengths),
+    )
+
+
+def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
+    """Return the number of tokens of up to `num` captions of a source."""
+    lengths = []
+    last = len(source.sizes) - 1
+    shards = sorted({i * last // max(NUM_SHARDS - 1, 1) for i in range(NUM_SHARDS)})
+    share = -(-num // len(shards))
+    for shard in shards:
+        size = source.sizes[shard]
+        for entry in sorted({i * size // share for i in range(share)} if size else ()):
+            with suppress(BrokenSample, DroppedSample), breaks_sample(OSError):
+                _, text, _ = samples.read(shard, entry, 0, entry)
+                lengths.append(int(count(text[None])[0]))
+    return lengths
+
+
+def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
+    """Return the number of tokens of each text of a micro-batch for which memory is planned, [m]."""
+    if assumed.text_tokens is None:
+        return np.full(m, context)
+    deviation = assumed.text_deviation
+    if deviation is None:
+        deviation = assumed.text_tokens / 2
+    mean = min(assumed.text_tokens + ERRORS * deviation / m**0.5, context)
+    total = np.arange(m + 1) * mean
+    return np.diff(np.ceil(total)).astype(int).clip(1, context)
