@@ -3,7 +3,10 @@
     python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
 
-A method is a loss with or without GradAccum. Each method runs whole optimizer steps on random data. The methods take
+    python tools/bench_step.py --model text.json --towers auto open_clip --captions 5-11 --losses disco_fused
+
+A method is a loss with or without GradAccum, with our towers or open_clip's. Each method runs whole optimizer steps on
+random data. The methods take
 turns, and the results are medians over the steps. A step has three phases (grad_accum.py):
   forward               the forward passes of the towers
   loss                  forward and backward of the loss, including its collectives
@@ -14,6 +17,7 @@ turns, and the results are medians over the steps. A step has three phases (grad
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -25,12 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from train_rates import draw_lengths
 
 from disco_ds.config import check_config, render_ds_config
 from disco_ds.config.ds_config import merge, read_ds_config
+from disco_ds.data import MicroBatch
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss, list_losses
-from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
+from disco_ds.models.clip import Texts, build_model, read_text_size
+from disco_ds.plan.towers import make_batch
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 
@@ -59,11 +66,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--losses", nargs="*", default=["clip", "disco", "disco_fused"], choices=list_losses()
     )
+    parser.add_argument(
+        "--towers", nargs="*", default=["auto"], choices=("auto", "open_clip"), help="model.towers"
+    )
+    parser.add_argument(
+        "--captions",
+        default="full",
+        help="numbers of tokens: full, mean19 (as of alt texts), or a range such as 5-11",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
 
-def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
+def build_step(
+    args: argparse.Namespace, loss_name: str, micro_batch: int, towers: str
+) -> Callable[[], Any]:
     """Build an engine for one method, and return a function that runs one training step with it."""
     precision: dict[str, Any] = {
         "torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}
@@ -74,7 +91,7 @@ def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Ca
             "global_batch": args.batch,
             "micro_batch": micro_batch,
             "steps": 1000,
-            "model": {"name": args.model},
+            "model": {"name": args.model, "towers": towers},
             "data": {"source": "synthetic"},
             "optim": {"warmup_steps": 0},
             "log": {"tensorboard": False},
@@ -88,26 +105,19 @@ def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Ca
     model = build_model(
         config.model, loss.initial_scale, loss.initial_bias(config.global_batch), loss.learns_scale
     )
-    size, (length, vocabulary) = read_preprocessing(model).size, read_text_size(model)
+    lengths = draw_lengths(args.captions, micro_batch, read_text_size(model)[0])
     engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
     engine.train()
     set_lr(engine, 1e-4)
-    count = config.num_micro_batches(comm.size())
     batches = [
-        (
-            torch.randint(
-                256, (micro_batch, 3, *_pair(size)), dtype=torch.uint8, device=comm.local_device()
-            ),
-            torch.randint(1, vocabulary, (micro_batch, length), device=comm.local_device()),
-            torch.arange(micro_batch, device=comm.local_device()),
-        )
-        for _ in range(count)
+        make_batch(model, micro_batch, comm.local_device(), lengths)
+        for _ in range(config.num_micro_batches(comm.size()))
     ]
-    return lambda: train_step(engine, loss, batches, lambda batch: batch, config.model.max_scale)
 
+    def prepare(batch: MicroBatch) -> tuple[Any, ...]:
+        return batch.image, Texts(batch.text, batch.lengths), batch.index
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+    return lambda: train_step(engine, loss, batches, prepare, config.model.max_scale)
 
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
@@ -141,9 +151,11 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure all methods. Return each method's medians, each of which is the largest of all ranks. Collective."""
     whole = args.batch // comm.size()
     steps = {}
-    for name in args.losses:
-        steps[name] = build_step(args, name, whole)
-        steps[f"{name} + GradAccum"] = build_step(args, name, args.micro_batch)
+    for name, towers in itertools.product(args.losses, args.towers):
+        label = name if len(args.towers) == 1 else f"{name}, {towers}"
+        steps[label] = build_step(args, name, whole, towers)
+        if whole > args.micro_batch:
+            steps[f"{label} + GradAccum"] = build_step(args, name, args.micro_batch, towers)
     rows: dict[str, list[dict[str, float]]] = {label: [] for label in steps}
     for repeat in range(args.repeats + 1):
         for label, step in steps.items():
@@ -167,15 +179,15 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
         f"{args.model}, B {args.batch:,}, {args.ranks} ranks, micro-batch {args.micro_batch:,}, {args.deepspeed}, "
-        f"{args.precision}, {device}, torch {torch.__version__}"
+        f"{args.precision}, captions {args.captions}, {device}, torch {torch.__version__}"
     )
     columns = list(next(iter(rows.values())))
     print(
-        f"{'ms; memory in MiB':24}"
+        f"{'ms; memory in MiB':34}"
         + "".join(f"{name.removeprefix('step/'):>22}" for name in columns)
     )
     for label, row in rows.items():
-        print(f"{label:24}" + "".join(f"{row[name]:22.1f}" for name in columns))
+        print(f"{label:34}" + "".join(f"{row[name]:22.1f}" for name in columns))
 
 
 def worker(rank: int, args: argparse.Namespace, port: int) -> None:

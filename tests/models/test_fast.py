@@ -281,14 +281,14 @@ def test_all_blocks_and_numbers_of_tokens_share_one_graph(tmp_path: Path) -> Non
     counters.clear()
     model = build(write(tmp_path, "CLIP"), "auto", compile=True)
     eager = build(write(tmp_path, "CLIP"), "open_clip")
-    for seed, lengths in enumerate(([1, 2, 3, 4] * 4, [12] * 16, [5, 9] * 8, list(range(1, 13)))):
-        image = torch.randint(0, 256, (len(lengths), 3, 32, 32), dtype=torch.uint8)
-        image = image[:12].repeat(2, 1, 1, 1)[: len(lengths)] if len(lengths) == 16 else image
+    for seed, lengths in enumerate(
+        ([1, 2, 3, 4] * 4, [12] * 16, [5, 9] * 8, [*range(1, 13)] + [7] * 4)
+    ):
+        image = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
         text = captions(lengths, seed)
         found, expected = (gradients(each, image, text) for each in (model, eager))
         assert distance(found, expected) < 1e-5
-    # One for the texts; one for images, and another once the number of images changes.
-    assert counters["stats"]["unique_graphs"] == 3
+    assert counters["stats"]["unique_graphs"] == 2, "one for each tower"
     assert not counters["graph_break"]
 
 

@@ -401,7 +401,7 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     )
     assert plan_speed(config, 8, towers, find_gpu("40"), assumed) is None
     assert speed.tuning_s > 0
-    assert speed.compile_s > 35 + 0.003 * towers.operations
+    assert speed.compile_s > 0
     eager = tiny(tmp_path, deepspeed=AUTOCAST, model__compile=False, global_batch=64, micro_batch=4)
     plain = eager.model_copy(update={"loss": eager.loss.model_copy(update={"name": "clip"})})
     speed = plan_speed(plain, 8, towers, gpu, assumed)
