@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -455,7 +456,7 @@ class Config(Settings):
         """
         if self.epochs is None:
             return self
-        samples = int(self.epochs * num_samples)
+        samples = int(Fraction(str(self.epochs)) * num_samples)  # floats such as 1.15 are not exact
         config = self.model_copy(update={"samples": samples, "epochs": None})
         config._check_samples()
         return config

@@ -57,6 +57,20 @@ class Rng:
             get_accelerator().set_rng_state(self._device_state, self._index)
 
 
+class Buffers:
+    """The buffers of a model, such as BatchNorm's running statistics, copied when this object is created."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._copies = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the buffers back to the copied values."""
+        for buffer, value in zip(self._buffers, self._copies, strict=True):
+            buffer.copy_(value)
+
+
 @dataclass(frozen=True)
 class MicroFeatures:
     """The features of one micro-batch, and the random state from before the forward that computed them."""
