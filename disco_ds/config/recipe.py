@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from disco_ds.config.data import AugmentSettings, CropScale, DataSettings, Pixels, is_remote
+from disco_ds.config.data import CropScale, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import Dumper
@@ -374,9 +374,9 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_views(self) -> Config:
-        if self.model.two_views and self.data.augment == AugmentSettings():
+        if self.model.two_views and not self.data.augment.is_random:
             raise ValueError(
-                "model.two_views needs data.augment: without it the two views are identical"
+                "model.two_views needs random changes in data.augment: without them the two views are identical"
             )
         if self.model.two_views and (
             self.eval.labeled or self.eval.retrieval or self.eval.validation

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.losses.kernels import full_dtype
 from disco_ds.metrics.timers import Timer
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -213,4 +214,6 @@ def _inner_product(
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return weight * (value * grad[rows]).sum()
+    # In fp16, the sum could exceed 65,504.
+    dtype = full_dtype(value)
+    return weight * (value.to(dtype) * grad[rows].to(dtype)).sum()

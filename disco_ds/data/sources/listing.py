@@ -114,7 +114,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
         ValueError: If the file cannot be read, or lists no shard, a shard twice, or both local and remote shards.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     places = [line for line in lines if line and not line.startswith("#")]
