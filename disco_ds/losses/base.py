@@ -275,7 +275,7 @@ def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
     """
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
-        hints |= get_type_hints(owner.__init__)
+        hints |= get_type_hints(owner.__init__)  # type: ignore[misc]
     rules = ConfigDict(strict=True, allow_inf_nan=False)
     for name, value in options.items():
         try:

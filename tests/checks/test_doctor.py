@@ -21,6 +21,7 @@ from disco_ds.checks.recipe_checks import (
     check_kernels,
     check_start,
 )
+from disco_ds.cli.main import main
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -285,3 +286,16 @@ def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: 
     (tmp_path / "manifest.json").unlink()
     whole = the(look_at_data(data_of(tmp_path, index="none")), "samples")
     assert (whole.status, "70 read, 0 broken" in whole.found) == ("ok", True)
+
+
+def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
+    """`disco-ds index --missing skip` counts no samples in it."""
+    write_shards(tmp_path / "data", [4, 4])
+    (tmp_path / "data" / "00000.tar").unlink()
+    remote = {"cache": str(tmp_path / "cache"), "tries": 1, "timeout_s": 5.0}
+    with serve(tmp_path / "data") as server:
+        url, manifest = f"{server.url}/{{00000..00001}}.tar", str(tmp_path / "m.json")
+        assert main(["index", url, "--to", manifest, "--missing", "skip"]) == 0
+        config = data_of(url, manifest=manifest, remote=remote, slots=2)
+        line = the(look_at_data(config), "samples")
+    assert (line.status, line.found) == ("ok", "4 read, 0 broken")

@@ -178,7 +178,14 @@ def read_size(url: str, settings: RemoteSettings) -> int:
     Raises:
         StoreError: If all attempts fail.
     """
-    return int(_request(url, settings, obstore.head)["size"])
+
+    def read(store: Any, path: str) -> int:
+        try:
+            return int(obstore.head(store, path)["size"])
+        except BaseError:  # signed URLs may allow only GET
+            return int(obstore.get(store, path, options={"range": (0, 1)}).meta["size"])
+
+    return _request(url, settings, read)
 
 
 def read_object(url: str, settings: RemoteSettings) -> bytes:

@@ -25,7 +25,7 @@ from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
-from disco_ds.config.secrets import expand
+from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
 
 NAME = "manifest.json"
@@ -231,10 +231,12 @@ def list_shards(text: str) -> Listing:
         ValueError: If the braces are unbalanced or specify a shard twice, or if a URL or command has neither braces nor
             the name of a .tar file.
     """
-    before, brace, _ = text.partition("{")
+    # ${NAME} is an environment variable and neither a brace pattern nor a part of a name.
+    masked = VARIABLE.sub(lambda found: "$" * len(found[0]), text) if is_remote(text) else text
+    before, brace, _ = masked.partition("{")
     in_query = is_remote(text) and bool(brace) and "?" in before
     head = before if in_query else _strip(before)
-    if is_remote(text) and "{" not in text and not head.endswith(".tar"):
+    if is_remote(text) and not brace and not head.endswith(".tar"):
         raise ValueError(
             "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
         )
@@ -242,7 +244,7 @@ def list_shards(text: str) -> Listing:
     marks = "/ '\"" if is_remote(text) else "/"
     if in_query:
         marks += "?&="
-    start = head[: max(map(head.rfind, marks)) + 1]
+    start = text[: max(map(head.rfind, marks)) + 1]
     try:
         places = list(braceexpand(text, escape=False))
     except ValueError:
