@@ -21,8 +21,8 @@ from disco_ds.checks.recipe_checks import (
     check_kernels,
     check_start,
 )
-from disco_ds.cli.main import main
 from disco_ds.checks.versions import check_versions
+from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.distributed import comm
