@@ -48,7 +48,8 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
 def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> list[Any]:
     """Split a field, or all fields in a container, and record the number of samples per field in `sizes`."""
     name = ".".join(path) or "the batch"
-    if isinstance(value, Tensor) or _is_list_of_samples(value, is_field=bool(path)):
+    # own_loop.py puts the whole batch into a dict.
+    if isinstance(value, Tensor) or _is_list_of_samples(value, is_field=len(path) > 1):
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
         size = shape[0] if shape else 0
         if size == 0 or size % count:

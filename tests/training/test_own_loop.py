@@ -294,6 +294,7 @@ def train_as_in_the_manual() -> float:
 
     page = (ROOT / "docs" / "custom_loop.md").read_text()
     (code,) = re.findall(r"```python\n(model = DistributedDataParallel.*?)```", page, re.DOTALL)
+    assert "`MyClip.forward` returns `self.logit_scale.exp()`" in page
     code = code.replace("MyClip()", "clip, find_unused_parameters=True")
     clip = MyClip()
     optimizer = torch.optim.SGD(clip.parameters(), lr=0.1)
