@@ -85,7 +85,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
         before = parse(config.read_text(encoding="utf-8"), str(config))["name"]
         if before != name:
             raise ValueError(
-                f"--resume {resume}: the run is called {before}, but name={name}: a run keeps its name; omit name"
+                f"--resume {resume}: the run is called {before}, but this recipe has name={name}; set name={before}"
             )
     return path
 

@@ -483,7 +483,7 @@ def lose_data(path: Path) -> None:
         ):
             train(run)
     assert find_latest(run.folder).name == "step-00000003"
-    assert train_six(path, str(run.folder)) == whole.with_name("lost")
+    assert train_six(path, str(run.folder), False, "name=lost") == whole.with_name("lost")
 
 
 @pytest.mark.slow
