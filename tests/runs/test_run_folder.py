@@ -104,7 +104,7 @@ def test_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     for folder in ("a", "a-2", "moved", "b"):
         write_config(tmp_path / folder, "a")
         (tmp_path / folder / CHECKPOINTS).mkdir()
-    with pytest.raises(ValueError, match="the run is called a, but .* name=b; set name=a"):
+    with pytest.raises(ValueError, match=r"the run is called a, but .* name=b; set name=a"):
         find_run_folder(tmp_path, "b", str(tmp_path / "a-2"))
     for folder, name in (("a", "a"), ("a-2", "a"), ("moved", "a"), ("b", "b")):
         find_run_folder(tmp_path, name, str(tmp_path / folder))
