@@ -102,8 +102,8 @@ def run_training(
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
         RendezvousError: If the ranks cannot connect to each other.
-        StopError: If data cannot be read, if the ranks are at different steps or, on a single rank, if the
-            loss breaks its contract.
+        StopError: If data cannot be read, if the ranks are at different steps, if a stage after the first cannot be
+            built or, on a single rank, if the loss breaks its contract.
         LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
             ranks are then ended.
         FloatingPointError: If the loss or the gradient is not finite in more than config.skip_nonfinite
@@ -161,13 +161,15 @@ def train_session(
         Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
     """
     uploads: Uploads | None = None
+    refusal: type[Exception] = RefusedError
     while True:
         folder, is_finished, uploads = _train_stage(
-            config, resume, allow_change, launch_id, report, uploads
+            config, resume, allow_change, launch_id, report, uploads, refusal
         )
         if is_finished:
             return folder
-        resume, allow_change = str(folder), ()
+        # Steps have been trained, so a stage that cannot be built has met a fault, which a restart may get past.
+        resume, allow_change, refusal = str(folder), (), StopError
         # The engine contains reference cycles, so only the garbage collector frees its memory.
         gc.collect()
         get_accelerator().empty_cache()
@@ -180,10 +182,12 @@ def _train_stage(
     launch_id: str | None,
     report: Callable[[object], object],
     uploads: Uploads | None,
+    refusal: type[Exception],
 ) -> tuple[Path, bool, Uploads | None]:
     """Train to the end of a stage. Collective.
 
-    The arguments are those of train_session, plus the uploads that the previous stage left unfinished.
+    The arguments are those of train_session, plus the uploads that the previous stage left unfinished and the
+    class of the error that is raised if the stage cannot be built.
 
     Returns:
         The run folder, whether the run is finished and, if it is not, the uploads that the next stage
@@ -209,7 +213,7 @@ def _train_stage(
                     say(f"{error.folder} has done all its steps")
                     mark_launch(error.folder, launch_id, 0)
                 return error.folder, True, None
-            raise agreed(RefusedError(str(error))) from error
+            raise agreed(refusal(str(error))) from error
         if first:
             step, samples = run.schedule.first_step, run.schedule.first_samples
             resumed = f"resumes after step {step:,}, " if step else ""

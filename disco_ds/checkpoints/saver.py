@@ -79,13 +79,15 @@ class Saver:
         """Start to save a checkpoint in the background. If it is the last one of the run, wait for it. Collective.
 
         If a save fails (for example because the disk is full), training continues and the next due
-        save tries again.
+        save tries again. If this step is saved already, as after a skipped batch, nothing is written.
 
         Raises:
             comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
         """
         with self._waiting(step):
             self._finish()  # the previous save, if it is still in progress
+            if step == self.saved_step:
+                return
             try:
                 self.in_flight = checkpoint.start_save(
                     self.folder, self.engine, self.read_state(step), self.host_copy
@@ -123,8 +125,7 @@ class Saver:
         try:
             with self._waiting(step):
                 self._finish(last=True)
-            if step > self.saved_step:
-                self.save(step, last=True)
+            self.save(step, last=True)
         except comm.AgreedError as error:
             return f"step {step:,} could not be saved: {error}"
         if step == 0:

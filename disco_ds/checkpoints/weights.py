@@ -100,8 +100,14 @@ def build_from(weights: Weights) -> nn.Module:
     """
     bias = weights.architecture.get("init_logit_bias")
     model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
+    tensors = dict(weights.tensors)
+    # Modules may share a parameter, and only its first name has the average of the weights.
+    first: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) in tensors:
+            tensors[name] = tensors[first[parameter]]
     try:
-        model.load_state_dict(weights.tensors)
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         why = " ".join(str(error).split())  # torch's message has several lines
         raise ValueError(

@@ -114,7 +114,7 @@ class Inputs:
         broken, dropped, samples = [], 0, []
         chosen: set[tuple[int, int]] = set()
         for shard in (0, last // 2, last):
-            size = source.sizes[shard] or reader.count(shard)  # the size is 0 if data.index=none
+            size = reader.count(shard) if data.index == "none" else source.sizes[shard]
             # The samples are spread evenly over the shard.
             chosen.update((shard, i * size // _NUM_READ) for i in range(_NUM_READ) if size)
         for shard, entry in sorted(chosen):

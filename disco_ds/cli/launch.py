@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from disco_ds.checkpoints.retention import list_complete
+from disco_ds.checkpoints.retention import META, list_complete
 from disco_ds.cli.launch_hosts import (
     check_min_hosts,
     narrow,
@@ -44,7 +44,7 @@ from disco_ds.cli.messages import fail_rank
 from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
 from disco_ds.launch.watchdog import die_with_parent
-from disco_ds.runs.run_folder import FINISHED, LAUNCHED, split_resume
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options that make ssh notice within 20 s that a host is cut off.
@@ -110,6 +110,7 @@ def supervise(
     resume = args.resume
     folder = None
     newest = ""
+    written = 0
     stuck = 0
     least = args.min_hosts or len(slots)
     launch = new_launch_id()
@@ -134,15 +135,18 @@ def supervise(
             command = front_end(given, attempt_id, resume)
             codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # The run that is resumed may be in a folder other than the recipe's `runs`.
-        places = [config.runs, split_resume(resume)[0].parent if resume else config.runs]
+        places = [config.runs, split_resume(resume)[0].resolve().parent if resume else config.runs]
         found, agreed = find_run(places, attempt_id)
         folder = found or folder
         code = judge(found, agreed, codes)
         # The first attempt has accepted the settings, so a later refusal has another cause, such as a failed read.
         if code in (0, 3) or (code == 2 and attempt == 0):
             return code
-        previous, newest = newest, newest_checkpoint(folder)
-        stuck = stuck + 1 if attempt and newest == previous else 0
+        previous, newest = written, newest_checkpoint(folder)
+        # Compare times, because a checkpoint of the same step may have replaced a damaged one.
+        meta = folder / CHECKPOINTS / newest / META if folder and newest else None
+        written = meta.stat().st_mtime_ns if meta else 0
+        stuck = stuck + 1 if attempt and written == previous else 0
         if signals.count or stuck == MAX_STUCK or attempt == args.restarts:
             break
         remaining = wait(hosts)

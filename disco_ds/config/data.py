@@ -61,6 +61,13 @@ class AugmentSettings(Settings):
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
     """Fraction of images that are converted to gray scale."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether two views of an image can differ."""
+        moved = self.rotate_degrees, self.zoom, self.shift, self.color_scale, self.color_offset
+        jittered = self.color_jitter_prob and any(self.color_jitter)
+        return any(moved) or bool(jittered) or 0 < self.gray_scale_prob < 1
+
 
 class RemoteSettings(Settings):
     """How remote shards are fetched. A whole shard is fetched before its first sample is read."""
@@ -134,7 +141,7 @@ def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         if (
             not rule
             or rule.keys() - {"min", "max", "in"}
-            or not all(isinstance(number, int | float) for number in numbers)
+            or not all(type(number) in (int, float) and number == number for number in numbers)
             or not isinstance(rule.get("in", []), list)
         ):
             raise ValueError(

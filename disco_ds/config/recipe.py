@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from disco_ds.config.data import AugmentSettings, CropScale, DataSettings, Pixels, is_remote
+from disco_ds.config.data import CropScale, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import Dumper
@@ -373,9 +374,9 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_views(self) -> Config:
-        if self.model.two_views and self.data.augment == AugmentSettings():
+        if self.model.two_views and not self.data.augment.is_random:
             raise ValueError(
-                "model.two_views needs data.augment: without it the two views are identical"
+                "model.two_views needs random changes in data.augment: without them the two views are identical"
             )
         if self.model.two_views and (
             self.eval.labeled or self.eval.retrieval or self.eval.validation
@@ -455,7 +456,7 @@ class Config(Settings):
         """
         if self.epochs is None:
             return self
-        samples = int(self.epochs * num_samples)
+        samples = int(Fraction(str(self.epochs)) * num_samples)  # floats such as 1.15 are not exact
         config = self.model_copy(update={"samples": samples, "epochs": None})
         config._check_samples()
         return config

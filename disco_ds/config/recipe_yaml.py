@@ -13,7 +13,10 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that, unlike PyYAML's SafeLoader, reads 1e-3 as a number and refuses duplicate keys."""
+    """A YAML loader that reads numbers and booleans as in YAML 1.2, and refuses duplicate keys.
+
+    PyYAML's SafeLoader reads YAML 1.1, in which `no` is false, `0100` is 64 and `1:30` is 90.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -29,10 +32,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# Read dates as text, so that a run can be named 2026-01-31.
+# Dates are text, so that a run can be named 2026-01-31.
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PATTERNS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)",
+    "float": r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d[\d_]*([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)",
 }
 
 
@@ -40,12 +49,11 @@ class Dumper(yaml.SafeDumper):
     """A YAML dumper that quotes any string that _Loader would otherwise read as a number."""
 
 
-for _class in (_Loader, Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
+for _tag, _pattern in _PATTERNS.items():
+    for _class in (_Loader, Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), list("-+.0123456789tTfF")
+        )
 
 
 def parse(text: str, origin: str) -> Any:

@@ -30,7 +30,7 @@ _PATTERNS = [
         r"(?P<what>\s(?:-u|--user)[\s=]*['\"]?[^\s:'\"]+:)(?P<value>[^\s'\"$(`][^\s'\"]*)",
     )
 ]
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def refuse_secret(text: str) -> str:
@@ -71,4 +71,4 @@ def expand(text: str) -> str:
             )
         return os.environ[name]
 
-    return _VARIABLE.sub(value, text)
+    return VARIABLE.sub(value, text)

@@ -116,6 +116,8 @@ class Heartbeat:
         self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
+        self._compared_at = 0.0
+        """When this rank last read the heartbeats of all ranks, which is rare, because all ranks may do so at once."""
         self._serial = 0
         self._exit_reason: str | None = None
         """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""
@@ -305,7 +307,9 @@ class Heartbeat:
                 return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
         place = self.place  # read before the time, see `mark`
         waited_s = now - self._marked_at
-        if waited_s > 0.9 * self.timeout_s:
+        pause_s = 0.1 * self.timeout_s
+        if waited_s > 9 * pause_s and now - self._compared_at > pause_s:
+            self._compared_at = now
             self._read(range(comm.size()))
             behind = [
                 self._name(rank)

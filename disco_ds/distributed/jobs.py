@@ -58,14 +58,16 @@ def wait_for_all(job: Future[Result], what: str) -> None:
             )
 
 
-def run(what: str, work: Callable[[], Result]) -> Result:
+def run(
+    what: str, work: Callable[[], Result], agreed: type[Exception] = comm.AgreedError
+) -> Result:
     """Call `work`, which may take long and must not communicate, on every rank. Collective.
 
     Raises:
-        AgreedError: On every rank, if `work` fails on any rank.
+        AgreedError: On every rank, if `work` fails on any rank. With `agreed`, another type of error is raised.
     """
     job = start(work)
     wait_for_all(job, what)
-    with comm.all_or_none(what):
+    with comm.all_or_none(what, agreed):
         result = job.result()
     return result

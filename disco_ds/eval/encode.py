@@ -115,7 +115,7 @@ class Encoder:
         for features, samples in self.encode_images(pairs):
             parts.append(features)
             for _, caption, index in samples:
-                lines = [line.strip() for line in caption.splitlines() if line.strip()]
+                lines = [line.strip() for line in caption.split("\n") if line.strip()]
                 if pairs.batch:
                     lines = lines[:1]
                 image_ids.append(index)

@@ -222,7 +222,7 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 
         return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
     text = read_text(Path(wanted), "template file")
-    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    lines = tuple(line.strip() for line in text.split("\n") if line.strip())
     for line in lines or ("",):
         if "{c}" not in line and "{}" not in line:
             raise ValueError(
@@ -245,7 +245,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
             the file has only names, the labels are not all numbers, and there are more names than labels.
     """
     text = read_text(path, "class name file")
-    given: Any = [line.strip() for line in text.splitlines() if line.strip()]
+    given: Any = [line.strip() for line in text.split("\n") if line.strip()]
     if path.suffix == ".json":
         try:
             given = json.loads(text)

@@ -22,9 +22,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
@@ -252,6 +253,8 @@ def build_loss(name: str, **options: Any) -> Loss:
         raise ValueError(
             f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}"
         )
+    if ":" not in name:
+        _check_types(cls, options)
     try:
         return cls(**options)
     except Exception as error:
@@ -262,6 +265,23 @@ def build_loss(name: str, **options: Any) -> Loss:
         raise ValueError(
             f"loss {name!r} cannot be constructed: {type(error).__name__}: {error} ({where})"
         ) from error
+
+
+def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
+    """Check the options of a loss of this package against the annotations of its constructors.
+
+    Raises:
+        ValueError: If an option has another type, or is not finite.
+    """
+    hints: dict[str, Any] = {}
+    for owner in reversed(cls.__mro__):
+        hints |= get_type_hints(owner.__init__)  # type: ignore[misc]
+    rules = ConfigDict(strict=True, allow_inf_nan=False)
+    for name, value in options.items():
+        try:
+            TypeAdapter(hints[name], config=rules).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"loss.options.{name}={value!r}: {error.errors()[0]['msg']}") from None
 
 
 def _find_class(name: str) -> type[Loss]:

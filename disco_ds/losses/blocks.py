@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class TiledLoss(Loss):
         group: Process group, None for all ranks.
 
     Raises:
-        ValueError: For an unknown comm_dtype, tile, precision or impl.
+        ValueError: For an unknown tile, precision or impl.
     """
 
     same_group: SameGroup = "negatives"
@@ -68,10 +68,6 @@ class TiledLoss(Loss):
         group: Any = None,
     ):
         super().__init__()
-        if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
-            raise ValueError(
-                f"comm_dtype must be one of {', '.join(COMM_DTYPES)} or null, got {comm_dtype!r}"
-            )
         self.tiling = Tiling(tile, precision, impl)
         self.comm_dtype = None if comm_dtype is None else COMM_DTYPES[comm_dtype]
         self.group = group
@@ -119,17 +115,10 @@ class GroupedLoss(TiledLoss):
             of other groups. "positives": as further positives of the anchor. "ignored": they are left out. The groups
             are in Embeddings.group_id. See docs/losses.md section 8.
         options: See TiledLoss.
-
-    Raises:
-        ValueError: If `same_group` is unknown.
     """
 
     def __init__(self, same_group: SameGroup = "negatives", **options: Any):
         super().__init__(**options)
-        if same_group not in get_args(SameGroup):
-            raise ValueError(
-                f"same_group must be one of {', '.join(get_args(SameGroup))}, got {same_group!r}"
-            )
         self.same_group = same_group
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
+from disco_ds.losses.kernels import full_dtype
 
 
 @register_loss("clip")
@@ -31,9 +32,11 @@ class ClipLoss(Loss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from the whole matrix. Collective."""
-        I_A = _gather_own_gradient(embeddings.image, self.group)
-        T_A = _gather_own_gradient(embeddings.text, self.group)
-        logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
+        dtype = full_dtype(embeddings.image)
+        I_A = _gather_own_gradient(embeddings.image.to(dtype), self.group)
+        T_A = _gather_own_gradient(embeddings.text.to(dtype), self.group)
+        with torch.autocast(I_A.device.type, enabled=False):  # it would multiply in 16 bits
+            logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
         labels = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         with torch.no_grad():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
+from disco_ds.losses.kernels import full_dtype
 
 
 @register_loss("disco")
@@ -31,15 +32,17 @@ class DisCoLoss(Loss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from this rank's two blocks. Collective."""
-        I_n, T_n, s = embeddings.image, embeddings.text, embeddings.scale
+        dtype, s = full_dtype(embeddings.image), embeddings.scale
+        I_n, T_n = embeddings.image.to(dtype), embeddings.text.to(dtype)
         b, n = len(I_n), comm.rank(self.group)
         I_A = comm.gather(I_n, self.group)  # [B, D]
         T_A = comm.gather(T_n, self.group)
         # As in Algorithm 1, take this rank's rows from the gathered matrix. The backward of gather sums gradients over
         # ranks, and this way the sum includes the gradient of these rows.
         own = slice(n * b, (n + 1) * b)
-        logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
-        logits_text = s * (T_A[own] @ I_A.T)
+        with torch.autocast(I_n.device.type, enabled=False):  # it would multiply in 16 bits
+            logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
+            logits_text = s * (T_A[own] @ I_A.T)
         labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)
         loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
         with torch.no_grad():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -82,10 +82,6 @@ class FastCLIPLoss(TiledLoss):
     ):
         super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
-        if self.gamma_schedule not in get_args(GammaSchedule):
-            raise ValueError(
-                f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}"
-            )
         if not (0 < gamma_min <= 1 and (gamma_epochs is None or gamma_epochs >= 1) and eps >= 0):
             raise ValueError(
                 "expected 0 < gamma_min <= 1, gamma_epochs >= 1 and eps >= 0; "
@@ -98,8 +94,6 @@ class FastCLIPLoss(TiledLoss):
         if self.tau <= 0:
             raise ValueError(f"tau must be positive, got {self.tau}")
         self.initial_scale = 1 / self.tau
-        if memory not in get_args(Memory):
-            raise ValueError(f"memory must be one of {', '.join(get_args(Memory))}, got {memory!r}")
         self.memory: Memory = memory
         self.blocks = GatheredBoth if gather_both else Gathered
         self.state: SampleState | None = None
@@ -147,9 +141,7 @@ class FastCLIPLoss(TiledLoss):
         rows, columns, swap = assign_sides(embeddings)
         if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
-            # A temperature is updated with the gradient of its own term only, so undo the division by the number
-            # of terms, 2b.
-            leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
+            leaf.register_hook(lambda gradient: state.stage("tau_gradient", gradient))
             tau = (leaf.flip(1) if swap else leaf).T
         else:
             tau = embeddings.scale.double().reciprocal()
@@ -269,6 +261,10 @@ class _FastCLIP(torch.autograd.Function):
         add_pairs(d_columns, rows, -weights.sum(0), factor, tiling)
         d_tau = None
         if needs_tau:
+            if moments is not None:
+                # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
+                # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
+                share = torch.ones_like(share)
             direct = (
                 share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
             )
@@ -321,9 +317,10 @@ class FastCLIPv2Loss(FastCLIPLoss):
         **options: Any,
     ):
         super().__init__(**options)
-        if not 0 < tau_min <= self.tau <= tau_max:
+        if not (0 < tau_min <= self.tau <= tau_max and tau_lr >= 0):
             raise ValueError(
-                f"expected 0 < tau_min <= tau <= tau_max, got {tau_min}, {self.tau}, {tau_max}"
+                "expected 0 < tau_min <= tau <= tau_max and tau_lr >= 0, got "
+                f"{tau_min}, {self.tau}, {tau_max} and {tau_lr}"
             )
         self.rho = rho
         self.tau_step = TauStep(self.tau, tau_lr, tau_min, tau_max)

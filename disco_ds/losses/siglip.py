@@ -94,7 +94,7 @@ class _SigLIP(torch.autograd.Function):
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
         # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
         pair_weights = -(-z).sigmoid()
-        total = F.softplus(-z, threshold=1e9).sum()
+        total = F.softplus(-z, threshold=40).sum()
         weight = pair_weights.sum()
         largest: Tensor | None = None
 

@@ -129,7 +129,11 @@ class MetricsLogger:
             if step == self.schedule.first_step:
                 # A resumed run may repeat the evaluation at its checkpoint, so remove the earlier results.
                 self.close()
-                _keep(self.path, lambda record: record["step"] < step or not record.keys() & values)
+                with self._disk_may_be_full():
+                    _keep(
+                        self.path,
+                        lambda record: record["step"] < step or not record.keys() & values,
+                    )
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)
             self._append({"step": step, "samples": self.schedule.samples(step), **values})
 

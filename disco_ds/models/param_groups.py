@@ -17,8 +17,8 @@ SCALES = ("logit_scale", "logit_bias")
 """Names of the parameters that belong to neither tower."""
 KINDS = ("muon", "matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
-PATH = r"(?!visual\.)(?:\w+\.)*"
-"""Regular expression for the name prefix of parameters outside the image tower."""
+PATH = r"(?!visual\.)(?:\w+\.)*?"
+"""Regular expression for the name prefix of parameters outside the image tower, up to the first numbered container."""
 HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
 """Regular expression for the weights that Muon may update: those in numbered layers, such as `blocks.0.`.
 
@@ -26,14 +26,14 @@ A number directly after `proj`, as in `proj.0.`, does not count as the number of
 """
 POSITIONS = r"(pos_embed|positional_embedding|position_embeddings?|relative_\w*bias\w*)(\.weight)?$"
 """Regular expression for tables with an entry for each position, including relative positions."""
-LAYERS = {
-    "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
-    r"|token_embedding|transformer\.embeddings)\b",
-    "blocks": [
-        (PATH + r"layer(\d)\.(\d+)\.", None),
-        (PATH + r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.", None),
-    ],
-}
+STEM = (
+    r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
+    r"|transformer\.embeddings)\b"
+)
+BLOCKS = [
+    (PATH + r"layer(\d)\.(\d+)\.", None),
+    (PATH + r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.", None),
+]
 """Patterns for the layers of open_clip and Hugging Face towers, in the format of timm's group_matcher.
 
 timm's own models have a method that returns their patterns.
@@ -52,7 +52,7 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
     drop it and renumber the others.
 
     Raises:
-        ValueError: If `layer_decay` is set for a tower whose layers are unknown.
+        ValueError: If `layer_decay` is set for a tower whose layers are unknown, or if optim.name=muon finds no matrix.
     """
     towers = {"image": settings.image, "text": settings.text}
     layers = {
@@ -65,6 +65,7 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
         if hasattr(module, "no_weight_decay")
         for name in module.no_weight_decay()
     }
+    embeddings = find_embeddings(model)
     groups: dict[tuple[int, str, int], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -80,7 +81,8 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             lr_factor = tower.lr_factor
             # The filters of a depthwise convolution, [channels, 1, h, w], are not treated as a matrix.
             is_matrix = parameter.ndim == 2 or (parameter.ndim == 4 and parameter.shape[1] > 1)
-            if settings.name == "muon" and is_matrix and not is_vector and re.search(HIDDEN, name):
+            is_hidden = re.search(HIDDEN, name) and name not in embeddings
+            if settings.name == "muon" and is_matrix and not is_vector and is_hidden:
                 kind = "muon"
             if not is_vector:
                 weight_decay = settings.weight_decay
@@ -104,6 +106,11 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
         )
         group["params"].append(parameter)
         group["names"].append(name)
+    if settings.name == "muon" and not any(group["muon"] for group in groups.values()):
+        raise ValueError(
+            "optim.name=muon: no trained weight matrix of this model is in a numbered layer, such as blocks.0; "
+            "use optim.name=adamw"
+        )
     return [groups[key] for key in sorted(groups)]
 
 
@@ -115,14 +122,23 @@ def _is_visual(name: str) -> bool:
     return name.startswith("visual.")
 
 
+def find_embeddings(model: nn.Module) -> set[str]:
+    """Return the names of the weights of all embeddings, such as the token embedding."""
+    modules = model.named_modules()
+    return {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+
+
 def number_layers(model: Any, side: str) -> dict[str, int]:
-    """Return the layer number of each parameter of a tower: 0 for the stem, then the blocks, then everything else.
+    """Return the layer number of each parameter of a tower.
+
+    It is 0 for the stem and for embeddings, then come the blocks, then everything else.
 
     Raises:
         ValueError: If no blocks are found.
     """
-    matcher: Any = LAYERS
     tower, prefix = (model.visual, "visual.") if side == "image" else (model, "")
+    embeddings = (re.escape(name.removeprefix(prefix)) for name in find_embeddings(model))
+    matcher: Any = {"stem": "|".join([STEM, *sorted(embeddings)]), "blocks": BLOCKS}
     if side == "image" and hasattr(tower, "trunk"):
         tower, prefix = tower.trunk, "visual.trunk."
         matcher = tower.group_matcher() if hasattr(tower, "group_matcher") else {}

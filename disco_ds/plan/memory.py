@@ -145,6 +145,9 @@ def _plan_engine(
     if level == 2 and zero.overlap_comm:  # engine.py widens the bucket to the largest parameter
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
+    sent = DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
+    # The gradients are reduced in this precision. If it is another one, that takes another copy.
+    converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 
     # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
@@ -156,7 +159,7 @@ def _plan_engine(
     # exist only during the backward, and `update_buffers` only during the update.
     gradients = (share if level else P) * e
     extra_gradients = 0
-    backward_buffers = flattened + num_buckets * bucket
+    backward_buffers = flattened + converted + num_buckets * bucket
     update_buffers = 4 * share
     if level == 0:
         backward_buffers = 0
@@ -171,7 +174,7 @@ def _plan_engine(
         # This rank's share, and as many gathered parameters as the ds_config allows at a time.
         parameters = min(P + F, int(zero.max_live_parameters)) * e
         permanent_buffers = bucket if zero.contiguous_gradients else 0
-        backward_buffers = flattened
+        backward_buffers = flattened + converted
 
     host = {}
     if _is_offloaded(zero.offload_param):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disco_ds.config import Config
+from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.losses import build_loss
 from disco_ds.losses.blocks import TiledLoss
@@ -78,13 +78,18 @@ def plan_speed(
 
 def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
     """Count the bytes of gradients and parameters that a rank receives in a step."""
-    level = stage(config.deepspeed)
-    parameters = towers.trained * DTYPES[precision(config.deepspeed)].itemsize
+    ds_config = render_ds_config(config, ranks)
+    level = stage(ds_config)
+    parameters = towers.trained * DTYPES[precision(ds_config)].itemsize
+    gradients = (
+        towers.trained
+        * DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
+    )
     part = (ranks - 1) / ranks
     if level < 2:  # per step: an all_reduce, and at ZeRO 1 a gather of the updated parameters
-        return int(part * parameters * (2 + level))
+        return int(part * (2 * gradients + level * parameters))
     if level == 2:  # an all_reduce per micro-batch, and one gather per step
-        return int(part * parameters * (2 * K + 1))
+        return int(part * (2 * K * gradients + parameters))
     # ZeRO 3: parameters are gathered for each of the 3K - 1 passes, and each micro-batch's gradients
     # are sent to the ranks that own them.
-    return int(part * parameters * (3 * K - 1 + K))
+    return int(part * ((3 * K - 1) * parameters + K * gradients))

@@ -82,6 +82,13 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
         )
     if checkpoint and not checkpoint.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint")
+    config = path / CONFIG
+    if config.is_file() and not re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.resolve().name):
+        before = parse(config.read_text(encoding="utf-8"), str(config))["name"]
+        if before != name:
+            raise ValueError(
+                f"--resume {resume}: the run is called {before}, but this recipe has name={name}; set name={before}"
+            )
     return path
 
 

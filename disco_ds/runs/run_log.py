@@ -6,6 +6,7 @@ The log also contains warnings and errors. A resumed run appends to the same fil
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +19,10 @@ _messages.addHandler(logging.NullHandler())  # used until there is a run folder
 
 
 def say(text: str) -> None:
-    """Print and log a message. A full disk or a closed terminal raises no error."""
+    """Print and log a message. A full disk, a closed terminal or one that knows only ASCII raises no error."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError):
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     _messages.info(text)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.losses.kernels import full_dtype
 from disco_ds.metrics.timers import Timer
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -55,6 +56,20 @@ class Rng:
         torch.set_rng_state(self._cpu_state)
         if self._device_state is not None:
             get_accelerator().set_rng_state(self._device_state, self._index)
+
+
+class Buffers:
+    """The buffers of a model, such as BatchNorm's running statistics, copied when this object is created."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._copies = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the buffers back to the copied values."""
+        for buffer, value in zip(self._buffers, self._copies, strict=True):
+            buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -199,4 +214,6 @@ def _inner_product(
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return weight * (value * grad[rows]).sum()
+    # In fp16, the sum could exceed 65,504.
+    dtype = full_dtype(value)
+    return weight * (value.to(dtype) * grad[rows].to(dtype)).sum()

@@ -12,6 +12,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -79,19 +80,22 @@ def train(run: Run) -> None:
         is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == last_step
         data = run.loader.read_step()
         output = run_step(run, step, data, is_logged)
-        if output is None:  # the batch was skipped; the next batch takes its place
-            continue
-        step += 1
-        if is_logged:
-            log(run, step, output, data)
-        run.saver.poll(step, run.interrupts.written)
-        if step == last_step or run.interrupts.save or is_due(run, step, run.config.checkpoint):
+        if output is not None:
+            step += 1
+            if is_logged:
+                log(run, step, output, data)
+            run.saver.poll(step, run.interrupts.written)
+        trained = output is not None
+        if (
+            step == last_step
+            or run.interrupts.save
+            or (trained and is_due(run, step, run.config.checkpoint))
+        ):
             save(run, step)
         if run.interrupts.stop and step < num_steps:
-            raise AskedToStopError(
-                f"asked to stop: a checkpoint was saved after step {step:,}; --resume latest resumes from there"
-            )
-        if step < last_step and is_due(run, step, run.config.eval):
+            raise AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
+        # The batch may have been skipped. The next batch then takes its place.
+        if trained and step < last_step and is_due(run, step, run.config.eval):
             try:
                 evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
             except comm.AgreedError as error:
@@ -115,7 +119,8 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     Raises:
         DataStopError: If a rank could not read its data. The message says whether progress was saved.
         FloatingPointError: If the loss or the gradient was not finite in more than
-            config.skip_nonfinite batches in a row, or if fp16 skips all updates.
+            config.skip_nonfinite batches in a row, or if fp16 skips all updates. The message says whether progress was
+            saved.
     """
     config = run.config
     run.loss.accuracy = is_logged
@@ -152,7 +157,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     except FloatingPointError as error:
         run.skipped_in_a_row += 1
         if run.skipped_in_a_row > config.skip_nonfinite:
-            raise
+            raise FloatingPointError(f"{error}; {save_without(run, step, generators)}") from None
         if comm.rank() == 0:
             logger.warning(
                 "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
@@ -162,10 +167,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
             )
         return None
     except DataStopError as error:
-        generators.restore()
-        run.loader.drop_step()
-        saved = run.saver.save_before_error(step)
-        raise DataStopError(f"{error}; {saved}") from None
+        raise DataStopError(f"{error}; {save_without(run, step, generators)}") from None
     finally:
         run.metrics.add_wait(data.wait_s)
         run.metrics.name_broken(step, data.broken)
@@ -202,6 +204,22 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
         )
 
 
+def save_without(run: Run, step: int, generators: Rng) -> str:
+    """Save the progress made before a failed step, whose batch a resumed run reads again. Collective.
+
+    Args:
+        run: The run.
+        step: Number of completed steps.
+        generators: The random states from before the failed step.
+
+    Returns:
+        See Saver.save_before_error.
+    """
+    generators.restore()
+    run.loader.drop_step()
+    return run.saver.save_before_error(step)
+
+
 def find_rate(run: Run, step: int) -> float:
     """Return the learning rate of the step with index `step`. It depends on the samples seen, not on the index."""
     batch = run.schedule.warmup_batch
@@ -231,10 +249,9 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
     """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
-        before, now = (
-            run.schedule.samples(done) / run.loader.num_samples // settings.every_epochs
-            for done in (step - 1, step)
-        )
+        # The decimal number that the user wrote, because floats such as 0.1 are not exact.
+        every_samples = Fraction(str(settings.every_epochs)) * run.loader.num_samples
+        before, now = (run.schedule.samples(done) // every_samples for done in (step - 1, step))
         return before < now
     return bool(settings.every_steps) and step % settings.every_steps == 0
 

@@ -20,7 +20,8 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
     Args:
         batch: A tensor [b, ...], a list of b samples that are not tensors, or a container of such
             fields. Mappings, dataclasses, tuples, and lists of tensors are containers and may be
-            nested. None, numbers and strings are copied into every part.
+            nested. A tuple that contains neither tensors nor lists is a list of samples. None, numbers and strings
+            are copied into every part.
         count: Number of parts.
 
     Returns:
@@ -47,7 +48,8 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
 def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> list[Any]:
     """Split a field, or all fields in a container, and record the number of samples per field in `sizes`."""
     name = ".".join(path) or "the batch"
-    if isinstance(value, Tensor) or _is_list_of_samples(value):
+    # own_loop.py puts the whole batch into a dict.
+    if isinstance(value, Tensor) or _is_list_of_samples(value, is_field=len(path) > 1):
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
         size = shape[0] if shape else 0
         if size == 0 or size % count:
@@ -63,15 +65,26 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
     return [make({key: parts[k] for key, parts in cut.items()}) for k in range(count)]
 
 
-def _is_list_of_samples(value: Any) -> bool:
+def _is_list_of_samples(value: Any, is_field: bool) -> bool:
     """Return whether a value is a list or tuple of samples, not of fields.
 
     torch's default_collate turns a batch of strings into a tuple or list with one string per sample, but
-    a batch of tuples into a list with one tensor per field.
+    a batch of tuples into a list with one tensor per field. In `zip(*samples)`, each field is a tuple of samples,
+    which may be numbers, dicts or tuples.
     """
     if type(value) is tuple:
-        return len(value) > 0 and all(isinstance(item, str) for item in value)
+        is_zipped = not is_field and any(isinstance(item, tuple) for item in value)
+        return len(value) > 0 and not is_zipped and not _can_be_divided(value)
     return isinstance(value, list) and not any(isinstance(item, Tensor) for item in value)
+
+
+def _can_be_divided(value: Any) -> bool:
+    """Return whether a value is or contains a tensor or a list."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return isinstance(value, Tensor | list) or (
+        isinstance(value, tuple) and any(map(_can_be_divided, value))
+    )
 
 
 def _open(

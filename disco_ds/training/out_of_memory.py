@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +69,9 @@ def _is_first_of_host() -> bool:
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)
-    return store.add(f"disco_ds/out_of_memory/{socket.gethostname()}", 1) == 1
+    # The store of torchrun's agent outlives the ranks that it restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store.add(f"disco_ds/out_of_memory/{attempt}/{socket.gethostname()}", 1) == 1
 
 
 def _explain(config: Config, phase: str, texts: str | None) -> list[str]:

@@ -23,7 +23,7 @@ from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput
 from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
 from disco_ds.training.engine import backward_and_step
-from disco_ds.training.grad_accum import Features, MicroFeatures, Rng, accumulate
+from disco_ds.training.grad_accum import Buffers, Features, MicroFeatures, Rng, accumulate
 from disco_ds.training.micro_batches import DIVIDES, split
 
 Forward = Callable[[Any], tuple[Tensor, ...]]
@@ -126,7 +126,12 @@ def contrastive_step(
         return out
 
     history.steps = step
-    done = accumulate(towers, check_and_compute_loss, parts, backend.run)
+    before = Buffers(model)
+    try:
+        done = accumulate(towers, check_and_compute_loss, parts, backend.run)
+    except FloatingPointError:  # nothing may be updated, BatchNorm's statistics included
+        before.restore()
+        raise
     if due:
         history.checked[mode] = step
     # If a loss scaler skips the update, the state of the loss must not change either.

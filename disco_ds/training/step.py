@@ -5,9 +5,8 @@ A locked tower is not trained, so it runs only once per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from disco_ds.metrics.timers import Timer
 from disco_ds.models.clip import Texts, trained_sides
 from disco_ds.models.fast import is_compiled
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
-from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
+from disco_ds.training.grad_accum import Buffers, MicroFeatures, Rng, accumulate
 
 Prepare = Callable[[Any], tuple[Any, ...]]
 """Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
@@ -74,9 +73,21 @@ def train_step(
         FloatingPointError, SpikeError: See backward_and_step. After these errors, and after any error
             that `agree` raises, the model and the optimizer are unchanged.
     """
-    update = partial(backward_and_step, engine, refuses=refuses_norm)
+    before = Buffers(engine.module)
+
+    def update(surrogates: Iterator[Tensor]) -> Tensor | None:
+        # BatchNorm counts each micro-batch once: neither the second forward nor activation checkpointing counts.
+        counted = Buffers(engine.module)
+        norm = backward_and_step(engine, surrogates, refuses=refuses_norm)
+        (before if norm is None else counted).restore()
+        return norm
+
     towers = Forward(engine, prepare)
-    done = accumulate(towers, loss, micro_batches, update, agree, timer)
+    try:
+        done = accumulate(towers, loss, micro_batches, update, agree, timer)
+    except Exception:
+        before.restore()
+        raise
     clamp_scale(engine, max_scale, done.embeddings.scale.detach())
     sides = done.embeddings.image, done.embeddings.text
     return StepOutput(

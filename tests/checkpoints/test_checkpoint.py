@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,14 @@ from disco_ds.checkpoints.checkpoint import (
     _restore_rng,
     _rng_state,
     identity,
+    open_verified,
     read,
     shape,
 )
 from disco_ds.checkpoints.retention import META, DamagedError
+from disco_ds.distributed import comm
 from helpers.checkpoints import SHAPE, describe, flip, identify, plant, write_checkpoint
+from helpers.dist import run_ranks
 from helpers.towers import TINY, tiny_config
 
 
@@ -210,3 +216,28 @@ def test_shapes_differ_by_who_holds_what_not_by_communication_settings() -> None
     assert shape_with(2, stage=2) != SHAPE
     assert shape_with(9, stage=1) != SHAPE
     assert shape_with(2, stage=1, round_robin_gradients=True) != SHAPE
+
+
+def verify_on_a_slow_disk(path: Path) -> None:
+    """Rank 0's file answers only after longer than a collective may take."""
+    slow = path / "rank_00000.pt"
+
+    def answer(data: bytes) -> None:
+        time.sleep(6)
+        slow.write_bytes(data)
+
+    def replace(meta: dict[str, Any]) -> None:
+        if comm.rank() == 1:  # verifies the second of the three files
+            data = slow.read_bytes()
+            slow.unlink()
+            os.mkfifo(slow)
+            threading.Thread(target=answer, args=(data,), daemon=True).start()
+
+    with comm.session(timeout_s=4):
+        saved = open_verified(path, replace)
+        assert saved.verified == saved.meta["files"].keys()
+
+
+def test_slow_disk_does_not_end_a_resume(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 3)
+    run_ranks(verify_on_a_slow_disk, 2, path, joined=False)

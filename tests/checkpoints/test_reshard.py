@@ -48,6 +48,7 @@ def write_again(path: Path, chain: list[dict[str, Any]]) -> None:
     for number, deepspeed in enumerate(chain):
         with ExitStack() as stack:
             run = build(load_config(path, [f"deepspeed={json.dumps(deepspeed)}"]), "latest", stack)
+            run.saver.saved_step = 0  # so that the step is written again
             run.saver.save(run.schedule.first_step, last=False)
             run.engine.destroy()
             comm.barrier()

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from disco_ds.checkpoints.checkpoint import read
 from disco_ds.checkpoints.resume import choose
 from disco_ds.checkpoints.retention import META, find_latest
 from disco_ds.checkpoints.weights import read_tensors
-from disco_ds.config import ModelSettings, load_config
+from disco_ds.config import ModelSettings, load_config, make_schedule
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
 from disco_ds.distributed import comm
@@ -26,7 +27,7 @@ from disco_ds.models.clip import build_model
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, mark_finished
 from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
-from disco_ds.training.loop import StopError, train
+from disco_ds.training.loop import StopError, is_due, train
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
@@ -445,6 +446,21 @@ def test_epochs_are_counted_from_the_data_and_resumed(tmp_path: Path) -> None:
     equal_checkpoints(*(path / CHECKPOINTS / names[-1] for path in (whole, resumed)))
 
 
+def test_epochs_are_counted_in_whole_samples(tmp_path: Path) -> None:
+    """A thousand samples, 100 per step: 0.1 epochs are one step, though 0.3 // 0.1 is 2."""
+    own = ["global_batch=100", "micro_batch=100", "steps=10", "checkpoint.every_epochs=0.1"]
+    config = load_config(recipe(tmp_path), own)
+    run: Any = SimpleNamespace(
+        schedule=make_schedule(config), loader=SimpleNamespace(num_samples=1000)
+    )
+    steps = range(1, 11)
+    assert all(is_due(run, step, config.checkpoint) for step in steps)
+    every = config.checkpoint.model_copy(update={"every_epochs": 0.3})
+    assert [step for step in steps if is_due(run, step, every)] == [3, 6, 9]
+    longer = load_config(recipe(tmp_path, steps=None, epochs=1.15), ["global_batch=20"])
+    assert longer.with_samples(12_800_000).samples == 14_720_000
+
+
 # Failing data
 
 
@@ -467,7 +483,7 @@ def lose_data(path: Path) -> None:
         ):
             train(run)
     assert find_latest(run.folder).name == "step-00000003"
-    assert train_six(path, str(run.folder)) == whole.with_name("lost")
+    assert train_six(path, str(run.folder), False, "name=lost") == whole.with_name("lost")
 
 
 @pytest.mark.slow

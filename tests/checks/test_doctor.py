@@ -25,6 +25,7 @@ from disco_ds.checks.recipe_checks import (
 )
 from disco_ds.checks.samples import Inputs, check_samples
 from disco_ds.checks.versions import check_versions
+from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
@@ -368,3 +369,17 @@ def test_captions_that_the_model_cannot_tell_apart_fail(tmp_path: Path) -> None:
     line = the(look_at_data(config), "features")
     assert line.status == "fail"
     assert line.found.startswith("100% of the captions have the same text features")
+
+
+def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
+    """`disco-ds index --missing skip` counts no samples in it."""
+    write_shards(tmp_path / "data", [4, 4])
+    (tmp_path / "data" / "00000.tar").unlink()
+    remote = {"cache": str(tmp_path / "cache"), "tries": 1, "timeout_s": 5.0}
+    with serve(tmp_path / "data") as server:
+        url, manifest = f"{server.url}/{{00000..00001}}.tar", str(tmp_path / "m.json")
+        assert main(["index", url, "--to", manifest, "--missing", "skip"]) == 0
+        config = data_of(url, manifest=manifest, remote=remote, slots=2)
+        line = the(look_at_data(config), "samples")
+    assert line.status == "ok"
+    assert line.found.startswith("4 read, 0 broken")

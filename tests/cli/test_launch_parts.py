@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -255,3 +257,52 @@ def test_only_the_first_attempt_refuses_the_settings(
     args = parse_args(["launch", "--config", str(tmp_path / "tiny.yaml"), "--restarts", "9"])
     assert supervise(args, config, {}, SimpleNamespace(count=0)) == code
     assert done == codes[:attempts]
+
+
+def supervise_with(folder: Path, monkeypatch: pytest.MonkeyPatch, do: Any, *arguments: str) -> int:
+    """Supervise attempts that only call do(run folder, attempt) and fail."""
+    count = itertools.count()
+
+    def attempt(command: list[str], *others: object) -> set[int]:
+        mark_launch(folder, command[command.index("--launch-id") + 1])
+        do(next(count))
+        return {1}
+
+    monkeypatch.setattr("disco_ds.cli.launch.run_once", attempt)
+    config = load_config(folder.parents[1] / "tiny.yaml")
+    path = str(folder.parents[1] / "tiny.yaml")
+    args = parse_args(["launch", "--config", path, "--restarts", "9", *arguments])
+    return supervise(args, config, {}, SimpleNamespace(count=0))
+
+
+def test_run_resumed_by_a_relative_path_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere" / "tiny"
+    folder.mkdir(parents=True)
+    recipe(tmp_path)
+    monkeypatch.chdir(folder)
+    code = supervise_with(
+        folder, monkeypatch, lambda number: (folder / FINISHED).touch(), "--resume", "."
+    )
+    assert code == 0
+
+
+def test_checkpoint_written_again_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attempts 0 to 5 each write the checkpoint of the same step, and those after them nothing."""
+    recipe(tmp_path)
+    folder = tmp_path / "runs" / "tiny"
+    meta = folder / CHECKPOINTS / "step-00000002" / META
+    meta.parent.mkdir(parents=True)
+    seen = []
+
+    def write(number: int) -> None:
+        seen.append(number)
+        if number < 6:
+            meta.write_text("{}")
+            os.utime(meta, (number, number))
+
+    assert supervise_with(folder, monkeypatch, write) == 1
+    assert seen == list(range(8))

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from disco_ds.cli.dry_run import describe_run
 from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
+from disco_ds.config.recipe_yaml import Dumper, parse
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
@@ -150,6 +152,23 @@ OVERRIDES = [
 @pytest.mark.parametrize(("override", "words"), OVERRIDES)
 def test_invalid_override_is_refused(override: str, words: str, tmp_path: Path) -> None:
     assert words in dry_run(write(tmp_path, TEXT), override)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[no, sv, yes, on, Off, y]", ["no", "sv", "yes", "on", "Off", "y"]),
+        ("[true, False]", [True, False]),
+        ("[0100, 1:30, 1:30.5]", ["0100", "1:30", "1:30.5"]),
+        ("[0, -12, 1_000, 0x1F, +3]", [0, -12, 1000, 31, 3]),
+        ("[1e-3, 1., .5, -2.5E+3, 1_0.5, .inf]", [1e-3, 1.0, 0.5, -2500.0, 10.5, float("inf")]),
+        ("[null, ~, 2026-01-31]", [None, None, "2026-01-31"]),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: list[Any]) -> None:
+    found = parse(text, "test")
+    assert (found, [type(each) for each in found]) == (value, [type(each) for each in value])
+    assert parse(yaml.dump(value, Dumper=Dumper), "test") == value
 
 
 def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:

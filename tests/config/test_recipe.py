@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from disco_ds.cli.dry_run import describe_run
-from disco_ds.config import PACKAGE, find_recipe, load_config, render_ds_config
+from disco_ds.config import PACKAGE, check_config, find_recipe, load_config, render_ds_config
 from disco_ds.config.ds_config import (
     merge,
     precision,
@@ -237,3 +237,24 @@ def test_override_deep_into_the_named_ds_config(tmp_path: Path) -> None:
     config = load_config(path, ["deepspeed.torch_autocast.enabled=false"])
     assert (stage(config.deepspeed), precision(config.deepspeed)) == (2, "fp32")
     assert precision(load_config(path).deepspeed) == "autocast"
+
+
+@pytest.mark.parametrize(
+    ("augment", "fits"),
+    [
+        ({"color_jitter_prob": 0.8}, False),
+        ({"gray_scale_prob": 1.0}, False),
+        ({"color_jitter": [0.1, 0, 0, 0], "color_jitter_prob": 0.0}, False),
+        ({"color_jitter": [0.1, 0, 0, 0]}, True),
+        ({"gray_scale_prob": 0.2}, True),
+        ({"shift": 0.1}, True),
+    ],
+)
+def test_two_views_need_random_changes(augment: dict[str, Any], fits: bool) -> None:
+    tree = MINIMAL | {"model": {"two_views": True}}
+    tree = tree | {"data": tree["data"] | {"augment": augment}}
+    if fits:
+        check_config(tree, "test")
+        return
+    with pytest.raises(ValueError, match="the two views are identical"):
+        check_config(tree, "test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import threading
 import time
 from contextlib import suppress
@@ -15,6 +16,7 @@ from disco_ds.data import DataError, Manifest, load_sources
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.remote.stores import Version, describe
+from disco_ds.data.sources.listing import list_shards
 from helpers.machine import many_open_files
 from helpers.remote import ALL, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
@@ -291,3 +293,48 @@ def test_server_that_is_not_there_is_an_error(shards: Manifest, tmp_path: Path) 
         DataError, match=r"from http://127.0.0.1:\d+/00000.tar: .*refused; tries: 1"
     ):
         open_cache(shards, url, tmp_path / "cache", tries=1).open(0)
+
+
+class _OnlyGet(http.server.BaseHTTPRequestHandler):
+    """A server of presigned addresses, which refuses HEAD."""
+
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def do_GET(self) -> None:
+        assert self.headers["Range"] == "bytes=0-0"
+        self.send_response(206)
+        self.send_header("Content-Range", "bytes 0-0/12345")
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"x")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_size_is_read_from_a_server_that_refuses_head() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OnlyGet) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/0.tar?sig=x"
+        try:
+            assert read_version(url, RemoteSettings(tries=1, timeout_s=5)).size == 12345
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("https://h/${TOKEN}/{0..1}.tar", ("0.tar", "1.tar")),
+        ("https://h/a/{0..1}.tar?sig=${TOKEN}", ("0.tar", "1.tar")),
+        ("https://h/a/x.tar?sig=${TOKEN}", ("x.tar",)),
+        ("s3://b-${TOKEN}/x/{0..1}/{0..1}.tar", ("0/0.tar", "0/1.tar", "1/0.tar", "1/1.tar")),
+    ],
+)
+def test_variable_in_braces_is_no_pattern_and_no_name(text: str, names: tuple[str, ...]) -> None:
+    assert list_shards(text).names == names
+    with pytest.raises(ValueError, match="must contain braces"):
+        list_shards("https://h/${TOKEN}/x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
@@ -19,6 +20,7 @@ from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
 from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
+from disco_ds.data.images.broken import read_patiently, read_regular
 from disco_ds.data.images.decode import decode_image, fill_template, shorten_caption
 from disco_ds.data.sources.tar import TarReader, split_name
 from helpers.shards import (
@@ -340,3 +342,21 @@ def test_csv_row_that_cannot_be_read_costs_itself_and_open_quotes_are_told(
     loader.close()
     assert step.error is None
     assert {line.partition(":")[0] for line in step.broken} == {f"pairs.csv/row {i}" for i in lost}
+
+
+def test_picture_on_a_disk_that_fails_for_a_while_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, stat, errors = tmp_path / "0.png", Path.stat, [errno.ESTALE, errno.EIO]
+    path.write_bytes(b"pixels")
+
+    def fail(self: Path, **options: Any) -> os.stat_result:
+        if errors:
+            raise OSError(errors.pop(), "the disk does not answer")
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", fail)
+    assert read_patiently(lambda: read_regular(path), 10) == b"pixels"
+    assert not errors
+    with pytest.raises(BrokenSample, match="No such file"):
+        read_patiently(lambda: read_regular(tmp_path / "missing.png"), 10)

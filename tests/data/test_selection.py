@@ -140,6 +140,8 @@ def test_small_slots_find_rare_samples(folder: Path) -> None:
 
 
 def test_columns_of_a_csv_are_compared_as_text() -> None:
+    assert all(_passes(value, {"in": [True]}) for value in (b"true", b"True", True))
+    assert not _passes(b"false", {"in": [True]})
     assert _passes(b"3", {"in": [1, 2, 3]})
     assert not _passes(b"4", {"in": [1, 2, 3]})
     assert _passes(3, {"in": [1, 2, 3]})
@@ -172,11 +174,36 @@ def test_selection_that_cannot_work_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize(
-    "rules", [{"x": {}}, {"x": {"min": "a"}}, {"x": {"in": "en"}}, {"x": {"most": 1}}]
+    "rules",
+    [
+        {"x": {}},
+        {"x": {"min": "a"}},
+        {"x": {"in": "en"}},
+        {"x": {"most": 1}},
+        {"x": {"min": True}},
+        {"x": {"max": float("nan")}},
+    ],
 )
 def test_rules_that_make_no_sense_are_refused(rules: Any) -> None:
     with pytest.raises(ValueError, match="the rule for x"):
         settings(filter=rules)
+
+
+def test_uid_of_a_csv_is_bytes(folder: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "uids.npy", np.array([(0, 7)], dtype="u8,u8"))
+    selection = Selection.load(settings(folder, uids=tmp_path / "uids.npy"))
+    assert selection is not None
+    row = {"uid": b"%032x" % 7, "title": b"x"}
+    assert selection.apply(row, lambda: "") == row
+    with pytest.raises(DroppedSample):
+        selection.apply({"uid": b"%032x" % 8}, lambda: "")
+
+
+def test_items_of_several_lists_are_drawn_independently() -> None:
+    members = {"json": json.dumps({"a": ["a0", "a1"], "b": ["b0", "b1", "b2"]}).encode()}
+    template = {"{json[a][*]} {json[b][*]}": 1}
+    found = Counter(pick_caption(template, members, 0.0, (i + 0.5) / 600) for i in range(600))
+    assert found == dict.fromkeys([f"a{i} b{j}" for i in range(2) for j in range(3)], 100)
 
 
 def test_stages_get_the_key_and_the_shard_and_must_not_split(folder: Path) -> None:

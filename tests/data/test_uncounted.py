@@ -78,6 +78,20 @@ def test_epoch_reads_every_sample_once(shards: Manifest) -> None:
     assert ids[total : 2 * total] != ids[:total]
 
 
+def test_two_slots_never_draw_the_same_for_a_shard(shards: Manifest) -> None:
+    """Around the end of an epoch, two slots read the same shard in the same visit."""
+    sizes = len(shards.sizes)
+    slots = next(number for number in range(sizes - 1, 1, -1) if sizes % number)
+    (loader,) = start(settings(shards.folder, index="none", slots=slots), 1)
+    seen = []
+    for _ in range(3 * sum(shards.sizes) // 24):
+        for batch in read_step(loader).micro_batches:
+            seen += zip(batch.index.tolist(), batch.epoch.tolist(), strict=True)
+    loader.close()
+    assert len(set(seen)) == len(seen)
+    assert {epoch for _, epoch in seen} >= {0, 1, 2}
+
+
 def test_shards_of_a_server_have_the_order_of_the_folder(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from disco_ds.distributed.heartbeat import (
     WATCHED,
     Heartbeat,
 )
-from helpers.dist import free_port, start_server
+from helpers.dist import free_port, run_ranks, start_server
 from helpers.machine import many_open_files
 from helpers.waiting import sleep_for_ever, wait_for
 
@@ -276,3 +276,25 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
         assert [process.exitcode for process in group.processes] == [0] * SIZE
     finally:
         group.end()
+
+
+def count_comparisons(timeout_s: float) -> int:
+    """How often a rank reads the heartbeats of all ranks in a phase of 1.4 timeout_s without a limit."""
+    count = 0
+    with Heartbeat(1.0, timeout_s) as heart:
+        read = heart._read
+
+        def counted(ranks: Sequence[int]) -> str:
+            nonlocal count
+            count += len(ranks) == comm.size()
+            return read(ranks)
+
+        heart._read = counted  # type: ignore[method-assign]
+        heart.mark(1, "evaluating")
+        time.sleep(1.4 * timeout_s)
+    return count
+
+
+def test_heartbeats_of_all_ranks_are_read_rarely_in_a_long_phase() -> None:
+    """In a large job, every rank would otherwise ask for every heartbeat every two seconds."""
+    assert all(1 <= count <= 6 for count in run_ranks(count_comparisons, 2, 4.0))

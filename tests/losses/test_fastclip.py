@@ -264,10 +264,19 @@ def test_wrong_ids_and_foreign_state_are_refused_on_every_rank():
             {"tau_lr": 1e-3, "tau_max": 1.0},
             "'fastclip_v3' has no option tau_lr, tau_max; its options: rho, gamma, ",
         ),
-        ("fastclip_v1", {"gamma": "linear"}, "gamma must be one of constant, cosine, fractional"),
+        (
+            "fastclip_v1",
+            {"gamma": "linear"},
+            "gamma='linear': .*'constant', 'cosine' or 'fractional'",
+        ),
         ("fastclip_v1", {"gamma_min": 0.0}, "0 < gamma_min <= 1"),
-        ("sogclr", {"memory": "disk"}, "memory must be one of device, host"),
+        ("sogclr", {"memory": "disk"}, "memory='disk': .*'device' or 'host'"),
         ("fastclip_v2", {"tau": 0.005}, "0 < tau_min <= tau <= tau_max"),
+        ("fastclip_v2", {"tau_lr": -1.0}, "tau_lr >= 0"),
+        ("fastclip_v1", {"tau": "abc"}, r"loss.options.tau='abc': .*number"),
+        ("fastclip_v1", {"tau": float("nan")}, r"loss.options.tau=nan: .*finite"),
+        ("fastclip_v1", {"gather_both": "no"}, r"loss.options.gather_both='no': .*boolean"),
+        ("fastclip_v1", {"gamma_epochs": True}, r"loss.options.gamma_epochs=True: .*integer"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(name, options, message):
@@ -351,6 +360,25 @@ def no_trace_of_a_forward() -> None:
 
 def test_step_that_is_not_done_leaves_the_state_alone():
     run_ranks(no_trace_of_a_forward, 2)
+
+
+def test_temperatures_do_not_depend_on_the_weight_of_the_loss():
+    """A loss scale or a weight multiplies the gradient of the features, not that of the samples' temperatures."""
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    image, text = torch.nn.functional.normalize(torch.randn(2, 8, 16, generator=generator), dim=-1)
+    for weight in (1.0, 1024.0):
+        loss = build_loss("isogclr")
+        loss.set_num_samples(8, 80)
+        for _ in range(3):
+            leaf = image.clone().requires_grad_()
+            scale = torch.tensor([loss.initial_scale])
+            out = loss(Embeddings(leaf, text, scale, None, torch.arange(8)))
+            (weight * out.loss).backward()
+            loss.commit()
+        found.append(loss.state_dict()["values"]["exp_avg"])
+    assert found[0].any()
+    torch.testing.assert_close(found[1], found[0])
 
 
 def one_sided(gather_both: bool) -> list[str]:

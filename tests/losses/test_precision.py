@@ -31,6 +31,21 @@ def test_half_factors_lose_a_sixth_of_what_open_clip_loses_under_autocast():
         assert stored <= (theirs / 2 if theirs > 1e-4 else 2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["clip", "disco"])
+def test_whole_matrices_are_multiplied_in_fp32_under_autocast(name, dtype):
+    image, text = (x.to(dtype) for x in tool.make_pairs("typical", 64, 32))
+    gradients = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.detach().to(kind).requires_grad_() for x in (image, text)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind != torch.float64):
+            out = build_loss(name)(Embeddings(*leaves, torch.tensor([100.0])))
+        out.loss.backward()
+        gradients.append(leaves[0].grad.double())
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert error < max(1e-5, 2 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
     """gamma 0.05, and estimates u far from this batch's: weights as small as in a batch 1,000 times larger."""

@@ -30,6 +30,13 @@ def oracle(
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+def test_opposed_pair_has_a_finite_loss() -> None:
+    """A positive pair's similarity of -1000: softplus(1000) is 1000, not log(inf)."""
+    image, scale = torch.eye(2, 4), torch.tensor([990.0])
+    out = build_loss("siglip")(Embeddings(image, -image, scale, torch.tensor([-10.0])))
+    assert out.loss.item() == pytest.approx(1000.0)
+
+
 def cases() -> list[str]:
     failures = []
     N, n = comm.size(), comm.rank()

@@ -256,6 +256,25 @@ def test_records_wait_for_room_on_the_disk(
     assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
 
 
+def test_full_disk_does_not_end_a_resumed_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The evaluation at the checkpoint is repeated, and its earlier results cannot be removed."""
+    earlier = [{"step": step, "samples": 8 * step, "eval/top1": 0.25} for step in (5, 10)]
+    lines = "".join(json.dumps(record) + "\n" for record in earlier)
+    (tmp_path / METRICS_FILE).write_text(lines)
+    metrics = MetricsLogger(tmp_path, {}, plain(8, 40, first_step=10))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        metrics.note(10, {"eval/top1": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in caplog.text
+    metrics.close()
+    assert [line["eval/top1"] for line in read(tmp_path)] == [0.25, 0.25, 0.5]
+
+
 def test_a_monitor_that_cannot_write_costs_the_others_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,6 +166,65 @@ def test_layers_of_models_as_they_are(
     assert (layers[stem], layers[block], max(layers.values())) == (0, layer, last)
 
 
+class Towers(torch.nn.Module):
+    """A text tower of transformers, named as open_clip names it, and an image tower with blocks in numbered layers."""
+
+    def __init__(self, text: torch.nn.Module) -> None:
+        super().__init__()
+        self.text = torch.nn.ModuleDict({"transformer": text})
+        blocks = [torch.nn.ModuleList([torch.nn.Linear(4, 4)]) for _ in range(3)]
+        layers = [torch.nn.ModuleDict({"blocks": each}) for each in blocks]
+        parts = {"conv1": torch.nn.Linear(4, 4), "layers": torch.nn.ModuleList(layers)}
+        self.visual = torch.nn.ModuleDict(parts)
+
+
+def small_towers() -> dict[str, Towers]:
+    transformers = pytest.importorskip("transformers")
+    size = {"d_model": 8, "vocab_size": 16}
+    t5 = transformers.MT5Config(**size, d_kv=4, d_ff=16, num_layers=3, num_heads=2)
+    nllb = transformers.M2M100Config(
+        **size,
+        encoder_layers=3,
+        encoder_ffn_dim=16,
+        encoder_attention_heads=2,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+    )
+    return {
+        "mt5": Towers(transformers.MT5EncoderModel(t5).encoder),
+        "nllb": Towers(transformers.M2M100Model(nllb).encoder),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "inner"),
+    [("mt5", "block", "layer.1.layer_norm.weight"), ("nllb", "layers", "fc1.weight")],
+)
+def test_layers_of_encoder_decoder_towers(name: str, block: str, inner: str) -> None:
+    """The first numbered container is the depth, and embeddings are the stem and never Muon's."""
+    model = small_towers()[name]
+    layers = number_layers(model, "text")
+    prefix = "text.transformer"
+    assert [layers[f"{prefix}.{block}.{k}.{inner}"] for k in range(3)] == [1, 2, 3]
+    assert layers[f"{prefix}.embed_tokens.weight"] == 0
+    last = "final_layer_norm" if name == "mt5" else "layer_norm"
+    assert layers[f"{prefix}.{last}.weight"] == max(layers.values()) == 4
+    groups = parameter_groups(model, settings(name="muon"))
+    muon = {member for group in groups if group["muon"] for member in group["names"]}
+    assert (
+        f"{prefix}.{block}.0.{'layer.0.SelfAttention.q' if name == 'mt5' else 'fc1'}.weight" in muon
+    )
+    assert not [member for member in muon if "relative" in member or "embed" in member]
+    images = number_layers(model, "image")
+    assert [images[f"visual.layers.{k}.blocks.0.weight"] for k in range(3)] == [1, 2, 3]
+
+
+def test_muon_without_numbered_layers_is_refused() -> None:
+    model = torch.nn.ModuleDict({"visual": torch.nn.Linear(4, 4), "text": torch.nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r"optim\.name=muon: no trained weight matrix"):
+        parameter_groups(model, settings(name="muon"))
+
+
 def test_tower_without_known_layers_is_refused() -> None:
     model = build_model(ModelSettings(name="quickstart"))
     with pytest.raises(

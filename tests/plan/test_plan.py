@@ -21,7 +21,7 @@ from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
-from disco_ds.plan.speed import plan_speed
+from disco_ds.plan.speed import _count_engine, plan_speed
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -407,6 +407,24 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     speed = plan_speed(plain, 8, towers, gpu, assumed)
     assert speed is not None
     assert (speed.tuning_s, speed.compile_s) == (0, 0)
+
+
+def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
+    config = tiny(tmp_path, optim__name="adamw", global_batch=64, micro_batch=4)
+    towers, K = trace(config, 4), 2
+    P = towers.trained
+
+    def of(stage: int) -> Config:
+        zero = {"stage": stage, "reduce_bucket_size": 1000}
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": zero}
+        return config.model_copy(update={"deepspeed": ds_config})
+
+    counts = [_count_engine(of(stage), 8, K, towers) / (7 / 8 * P) for stage in (1, 2, 3)]
+    assert counts == pytest.approx([10, 8 * K + 2, 2 * (3 * K - 1) + 4 * K], rel=1e-5)
+    for stage in (1, 2):
+        # The bucket of 1,000 elements, its flat copy, both in bf16, and the copy in fp32.
+        parts = plan_memory(of(stage), 8, towers, NOTHING).moments["backward"]
+        assert parts["communication"] == 2000 + 2000 + 4000
 
 
 # DisCo-CLIP's Table 3

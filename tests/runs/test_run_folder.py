@@ -111,6 +111,17 @@ def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
     assert folder == tmp_path / "a"
 
 
+def test_resumed_run_keeps_its_name(tmp_path: Path) -> None:
+    """Otherwise, neither the folder's name nor the name in its config would find it."""
+    for folder in ("a", "a-2", "moved", "b"):
+        write_config(tmp_path / folder, "a")
+        (tmp_path / folder / CHECKPOINTS).mkdir()
+    with pytest.raises(ValueError, match=r"the run is called a, but .* name=b; set name=a"):
+        find_run_folder(tmp_path, "b", str(tmp_path / "a-2"))
+    for folder, name in (("a", "a"), ("a-2", "a"), ("moved", "a"), ("b", "b")):
+        find_run_folder(tmp_path, name, str(tmp_path / folder))
+
+
 def test_find_run_folder_takes_the_path_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import sys
@@ -56,3 +57,10 @@ def test_run_and_its_resume_share_a_log(tmp_path: Path, monkeypatch: pytest.Monk
     done = disco_ds("train", "--config", str(path), "steps=3", "--resume", "latest", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "after step 2, global batch" in (tmp_path / "runs" / "tiny" / LOG).read_text()
+
+
+def test_name_that_a_terminal_cannot_print_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    say("runs/k\u00f6ln")
+    assert buffer.getvalue() == b"runs/k\\xf6ln\n"

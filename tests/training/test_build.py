@@ -204,7 +204,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("tile", [4, [4], [4, 0], [4, "x"], {"a": 1, "b": 2}, "ab"])
 def test_bad_tile_is_refused(tile):
-    with pytest.raises(ValueError, match="tile must be two"):
+    with pytest.raises(ValueError, match="tile"):
         build_loss("disco_fused", tile=tile)
     with pytest.raises(ValueError, match="no option tile"):
         build_loss("disco", tile=[4, 4])

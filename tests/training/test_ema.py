@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.retention import find_latest
-from disco_ds.checkpoints.weights import read_weights
+from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
@@ -148,6 +148,56 @@ def test_run_evaluates_and_exports_its_average(tmp_path: Path) -> None:
         assert name == "logit_scale" or not torch.equal(raw[name], value)
     with pytest.raises(ValueError, match="export, which has only one set of weights"):
         read_weights(tmp_path / "export", ema=True)
+
+
+TIED = """
+import torch
+from torch import nn
+from disco_ds import TwoTowers
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3 * 16 * 16, 8)
+        self.again = self.layer
+    def forward(self, x):
+        return self.layer(x.flatten(1)) + self.again(x.flatten(1))
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(128, 8)
+    def forward(self, tokens):
+        return self.embedding(tokens).mean(1)
+
+def tokenize(texts):
+    return torch.tensor([[ord(c) % 128 for c in text[:6].ljust(6)] for text in texts])
+
+def build():
+    return TwoTowers(Image(), Text(), tokenize, 6, 128, 16)
+"""
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_shared_parameter_is_averaged_under_all_its_names(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"tied_{level}.py").write_text(TIED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    optim = {"lr": 1e-2, "warmup_steps": 0, "ema": {"decay": 0.9}}
+    model = {"factory": f"tied_{level}:build"}
+    zero = {"base": f"zero{level}", **FP32}
+    run_ranks(train_and_finish, 1, recipe(tmp_path, model=model, optim=optim, deepspeed=zero))
+    run = tmp_path / "runs" / "tiny"
+    last, average = (read_weights(run, ema=ema) for ema in (False, True))
+    wanted = average.tensors["visual.layer.weight"]
+    assert not torch.equal(wanted, last.tensors["visual.layer.weight"])
+    built: Any = build_from(average)
+    assert built.visual.again is built.visual.layer
+    assert torch.equal(built.visual.layer.weight, wanted)
+    exported = read_weights(export_run(run, tmp_path / "export", ema=True))
+    assert torch.equal(exported.tensors["visual.again.weight"], wanted)
 
 
 def resume_with_and_without(path: Path) -> None:

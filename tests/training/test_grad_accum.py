@@ -59,3 +59,25 @@ def test_a_batch_skipped_for_its_gradient_leaves_the_generators_as_an_applied_on
             assert send is skip
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def test_surrogate_of_fp16_features_is_summed_in_fp32() -> None:
+    """The inner product of the features and their gradient exceeds what fp16 can represent."""
+    image = torch.full((4, 8), 64.0, dtype=torch.float16, requires_grad=True)
+
+    class Half:
+        def __call__(self, batch: Tensor, keep_graph: bool) -> MicroFeatures:
+            return MicroFeatures((image * 1, image * 1, torch.ones(1), None), None, Rng())
+
+        again = __call__
+
+    def large(embeddings: Embeddings) -> LossOutput:
+        return LossOutput((64 * embeddings.image.float()).sum() + 0 * embeddings.text.sum(), {})
+
+    values = []
+
+    def keep(surrogates: Iterator[Tensor]) -> None:
+        values.extend(surrogate.item() for surrogate in surrogates)
+
+    accumulate(Half(), large, [image], keep)
+    assert values == [64 * 64 * 4 * 8]

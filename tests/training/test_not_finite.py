@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from disco_ds.checkpoints.retention import list_complete
 from disco_ds.config import load_config
 from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
@@ -20,8 +23,8 @@ from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import AnomalyDetector, share_of_equal_texts
 from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
-from disco_ds.training.build import build
-from disco_ds.training.loop import StopError, agree, refuse_overflows, train
+from disco_ds.training.build import Run, build
+from disco_ds.training.loop import AskedToStopError, StopError, agree, refuse_overflows, train
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -35,15 +38,20 @@ from helpers.towers import BPE_SIZE, write_tiny
 
 
 def passed_over(
-    path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
-) -> None:
+    path: Path,
+    name: str,
+    deepspeed: dict[str, Any],
+    kinds: dict[int, str],
+    pixels: str = "device",
+    **changes: Any,
+) -> dict[str, Path]:
     """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
     settings = {
         "deepspeed": deepspeed,
         "checkpoint": {"every_steps": 0},
         "optim": {"lr": 1e-3, "warmup_steps": 2, "ema": {"decay": 0.9}},
     }
-    rewrite(path, **settings)
+    rewrite(path, **settings | changes)
     runs = {}
     for kind in ("spoilt", "without"):
         where = pixels if kind == "spoilt" else "device"
@@ -69,6 +77,7 @@ def passed_over(
         ]
         assert [record["skipped_batches"] for record in pair[0]] == [0, 0, len(kinds), len(kinds)]
         equal_checkpoints(*(folder / CHECKPOINTS / "step-00000004" for folder in runs.values()))
+    return runs
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -86,8 +95,35 @@ def too_many(path: Path) -> None:
             failure(config, poisoned(BOTH), FloatingPointError),
             "step 2: ",
             said,
-            "nothing was updated",
+            "nothing was updated; a checkpoint was saved after step 2;",
         )
+
+
+def asked(path: Path) -> None:
+    """A request to stop that arrives with a batch that is skipped is met after that batch."""
+    seen = []
+
+    def signal_at_a_skipped_batch(run: Run, number: int) -> None:
+        seen.append(number)
+        poisoned({3: "loss", 4: "gradient", 5: "loss"})(run, number)
+        if number == 4 and comm.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    own = ["checkpoint.every_steps=0", "skip_nonfinite=9"]
+    config = load_config(path, [*own, "name=asked"])
+    said = failure(config, signal_at_a_skipped_batch, AskedToStopError)
+    expect(said, "a checkpoint was saved after step 2; --resume latest")
+    assert seen == [1, 2, 3, 4]
+    assert list_complete(path.parent / "runs" / "asked")[-1].name == "step-00000002"
+    config = load_config(path, [*own, "name=none"])
+    said = failure(config, signal_before_any_step, AskedToStopError)
+    expect(said, "asked to stop: no step was completed")
+
+
+def signal_before_any_step(run: Run, number: int) -> None:
+    poisoned({1: "loss"})(run, number)
+    if comm.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def features(path: Path) -> None:
@@ -173,11 +209,12 @@ NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
 def non_finite_of_one_stage(path: Path) -> None:
     passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
     features(path)
+    too_many(path)
     out_of_step()
+    asked(path)
 
 
 def non_finite_everywhere(path: Path) -> None:
-    too_many(path)
     for level in range(4):
         clip = {"optim": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.1}}
         rewrite(path, **clip)
@@ -227,6 +264,50 @@ def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
 
 def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
     run_ranks(non_finite_of_one_stage, 2, recipe(tmp_path))
+
+
+def batch_norm(path: Path, levels: tuple[int, ...]) -> None:
+    """Skipped batches leave the statistics alone, second forwards do not count, and a resumed run has the same."""
+    tiny = json.loads((path.parent / "tiny.json").read_text())
+    resnet = path.parent / "resnet.json"
+    changes = {
+        "model": {"name": str(resnet), "activation_checkpointing": True},
+        "checkpoint": {"every_steps": 2},
+    }
+    for level in levels:
+        tower = {"layers": [1, 1, 1, 1], "width": 8}
+        norm = "visual.bn1"
+        if level == 3:  # where DeepSpeed cannot trace the attention pool of open_clip's ResNet
+            tower = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear"}
+            norm = "visual.trunk.bn1"
+        resnet.write_text(json.dumps(tiny | {"vision_cfg": tiny["vision_cfg"] | tower}))
+        zero = {"base": f"zero{level}", **NO_AUTOCAST}
+        folder = passed_over(path, f"norm-{level}", zero, BOTH, **changes)["spoilt"]
+        last = folder / CHECKPOINTS / "step-00000004"
+        if comm.rank() == 0:
+            file = next(path for path in last.rglob("*model_states.pt"))
+            weights = torch.load(file, weights_only=False)["module"]
+            assert weights[f"{norm}.num_batches_tracked"] == 4 * 2  # steps x micro-batches
+            assert weights[f"{norm}.running_mean"].isfinite().all()
+            last.rename(folder / "whole")
+        comm.barrier()
+        if level == 3:  # DeepSpeed fails if the first batches of a resumed run are skipped
+            continue
+        config = load_config(path, [f"name=norm-{level}-spoilt", "skip_nonfinite=2"])
+        with ExitStack() as stack:
+            train(start(config, poisoned({1: "loss", 2: "gradient"}), stack, str(folder)))
+        comm.barrier()
+        if comm.rank() == 0:
+            equal_checkpoints(folder / "whole", last)
+
+
+def test_batch_norm_counts_each_trained_micro_batch_once(tmp_path):
+    run_ranks(batch_norm, 2, recipe(tmp_path), (1,))
+
+
+@pytest.mark.slow
+def test_batch_norm_at_every_stage(tmp_path):
+    run_ranks(batch_norm, 2, recipe(tmp_path), (0, 2, 3))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ import torch
 from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.comm import is_out_of_memory
-from disco_ds.training.out_of_memory import OutOfMemory, explained
-from helpers.dist import become_rank, free_port, start_server
+from disco_ds.training.out_of_memory import OutOfMemory, _is_first_of_host, explained
+from helpers.dist import become_rank, free_port, run_ranks, start_server
 from helpers.minimal import settings
 from helpers.tiny_run import expect, recipe
 
@@ -186,3 +187,17 @@ def test_other_errors_pass():
         explained(settings(), lambda: "forward", print),
     ):
         raise RuntimeError("shape mismatch")
+
+
+def first_of_host_in_each_attempt() -> list[bool]:
+    """The store of torchrun's agent keeps its keys when the ranks are started again."""
+    found = []
+    for attempt in ("0", "1"):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        found.append(_is_first_of_host())
+    return found
+
+
+def test_restarted_rank_explains_again() -> None:
+    first, second = run_ranks(first_of_host_in_each_attempt, 2)
+    assert [one != other for one, other in zip(first, second, strict=True)] == [True, True]

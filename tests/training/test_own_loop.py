@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from helpers.own_loop import (
     make,
     my_batch,
 )
+from helpers.paths import ROOT
 from helpers.towers import distance, masters, write_down
 
 LR = 1000.0
@@ -215,6 +217,25 @@ BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[Any, Any]]]] = {
             torch.stack([pair["a"] for pair in part]),
         ),
     ),
+    "fields of dicts and of tuples, by zip": (
+        tuple(
+            zip(*(({"q": q}, (a, 3)) for q, a in zip(QUESTIONS, ANSWERS, strict=True)), strict=True)
+        ),
+        lambda part: (tokens([each["q"] for each in part[0]]), tokens([a for a, _ in part[1]])),
+    ),
+    "a field of numbers, by zip": (
+        tuple(
+            zip(
+                *((q, a, i) for i, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))),
+                strict=True,
+            )
+        ),
+        lambda part: (tokens([QUESTIONS[i] for i in part[2]]), tokens(part[1])),
+    ),
+    "a tuple of dicts": (
+        tuple({"q": q, "a": a} for q, a in zip(QUESTIONS, ANSWERS, strict=True)),
+        lambda part: (tokens([each["q"] for each in part]), tokens([each["a"] for each in part])),
+    ),
     "tensor and strings, by torch's collate": (
         default_collate(list(zip(tensors(QUESTIONS), ANSWERS, strict=True))),
         lambda part: (part[0], tokens(part[1])),
@@ -259,6 +280,33 @@ def test_gradient_is_of_the_full_batch_in_any_form(
     expected.backward()
     assert abs(out.metrics["loss"].item() - expected.item()) < 1e-6
     assert distance({"weight": tower.weight.grad}, {"weight": true.weight.grad}) < 1e-6
+
+
+def train_as_in_the_manual() -> float:
+    class MyClip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.unused = nn.Linear(4, D), nn.Linear(4, 4)
+            self.logit_scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+            return self.tower(image), self.tower(text), self.logit_scale.exp()
+
+    page = (ROOT / "docs" / "custom_loop.md").read_text()
+    (code,) = re.findall(r"```python\n(model = DistributedDataParallel.*?)```", page, re.DOTALL)
+    assert "`MyClip.forward` returns `self.logit_scale.exp()`" in page
+    code = code.replace("MyClip()", "clip, find_unused_parameters=True")
+    clip = MyClip()
+    optimizer = torch.optim.SGD(clip.parameters(), lr=0.1)
+    loader = [{"image": torch.randn(8, 4), "text": torch.randn(8, 4)} for _ in range(2)]
+    names = {"F": F, "build_loss": build_loss, "contrastive_step": contrastive_step, "torch": torch}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "clip": clip}
+    exec(code, names | {"optimizer": optimizer, "loader": loader})
+    return clip.logit_scale.item()
+
+
+def test_example_of_the_manual_runs_with_unused_parameters() -> None:
+    assert run_ranks(train_as_in_the_manual, 1)[0] != 1
 
 
 def test_batch_of_any_tree_is_split_along_its_first_dimension() -> None:

@@ -104,6 +104,25 @@ class Counting(nn.Module):
         return F.normalize(out, dim=-1)
 
 
+def reject_a_batch() -> int:
+    """One applied step, and one whose gradient is not finite, under an engine. Return the counted forwards."""
+    model = Counting(norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = ds_config(0, "fp32", 1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    loss, forward = build_loss("disco"), forward_of("text-text", engine, torch.float32)
+    contrastive_step(engine, loss, my_batch(), forward, scale=SCALE)
+    spoilt = my_batch() | {"first": my_batch()["first"] * float("inf")}
+    with pytest.raises(FloatingPointError):
+        contrastive_step(engine, loss, spoilt, forward, scale=SCALE)
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    return int(model.norm.num_batches_tracked)  # type: ignore[union-attr]
+
+
+def test_rejected_batch_leaves_batch_statistics_alone() -> None:
+    assert run_ranks(reject_a_batch, 2) == [2, 2]  # both sides of the applied step
+
+
 def mistakes_of_forwards() -> None:
     loss, batch = build_loss("disco"), my_batch()
 

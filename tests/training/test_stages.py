@@ -21,9 +21,9 @@ from disco_ds.config import Config, load_config
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_sources, merge_states
 from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.run import RefusedError, run_training
+from disco_ds.run import RefusedError, exit_code, run_training
 from disco_ds.runs.run_log import LOG
-from disco_ds.training.loop import AskedToStopError
+from disco_ds.training.loop import AskedToStopError, StopError
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
 from helpers.stage_optimizers import KILLED_AT
@@ -317,14 +317,18 @@ def train_over_a_border(folder: Path) -> None:
     script = f'until [ -e {last} ]; do sleep 0.05; done; echo "$1" >> {folder}/uploaded'
     checkpoint = {"every_steps": 0, "copy_command": f"sh -c '{script}' {{path}} {{name}}"}
 
-    def train(name: str) -> None:
+    def train(name: str, **checkpoint: Any) -> None:
         optim = {"factory": f"helpers.stage_optimizers:{name}", "lr": 1e-3, "warmup_steps": 0}
         path = write(folder / name, stages, optim=optim, checkpoint=checkpoint)
         run_training(load_config(path))
 
-    train("make_sgd")
+    train("make_sgd", **checkpoint)
     with pytest.raises(AskedToStopError, match="after step 3;"):
-        train("make_sgd_after_a_signal")
+        train("make_sgd_after_a_signal", **checkpoint)
+    # After the steps of a stage, a fault is no mistake of the user: `disco-ds launch` restarts the run.
+    with pytest.raises(StopError, match="the disk does not answer") as caught:
+        train("make_sgd_once")
+    assert exit_code(caught.value) == 1
 
 
 def test_border_frees_the_engine_and_keeps_uploads_and_a_request_to_stop(tmp_path: Path) -> None:

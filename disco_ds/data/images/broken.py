@@ -7,6 +7,7 @@ on every machine.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import stat
@@ -25,6 +26,8 @@ _MAX_TEXT = 500
 _MAX_NAME = 200
 """Maximum length of a sample's name in a report."""
 _MAX_PAUSE_S = 8.0
+_DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN}
+"""Errors of a failing disk or network file system. The same read may succeed later."""
 
 
 class BrokenSample(Exception):  # noqa: N818 - one sample is skipped, the run does not fail
@@ -120,8 +123,9 @@ def read_regular(path: Path) -> bytes:
     """Read a file whose path is part of a sample.
 
     Raises:
-        BrokenSample: If the file cannot be read, is too large, or is not a regular file. Reading a device or a named
+        BrokenSample: If the file does not exist, is too large, or is not a regular file. Reading a device or a named
             pipe might never end.
+        OSError: If the disk fails, which may be temporary.
     """
     try:
         status = path.stat()
@@ -129,5 +133,7 @@ def read_regular(path: Path) -> bytes:
             with open(path, "rb") as file:
                 return file.read(status.st_size)
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in _DISK_ERRORS:
+            raise
         raise BrokenSample(f"{path} cannot be read: {error}") from None
     raise BrokenSample(f"{path} is not a regular file of at most {MAX_BYTES:,} bytes")

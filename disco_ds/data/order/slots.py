@@ -101,6 +101,10 @@ class DataOrder:
         shard = int(shards[at])
         return shard, place - int(ends[at]) + int(self._sizes[shard])
 
+    def epoch(self, slot: int, epoch: int) -> int:
+        """Return the epoch of a cursor."""
+        return epoch
+
     def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
         """Yield the shards that the slot will read, starting with its current window, forever.
 

@@ -64,6 +64,10 @@ class WholeShards:
         number = visit * self._num_slots + slot
         return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
 
+    def epoch(self, slot: int, visit: int) -> int:
+        """Return the epoch to which a visit belongs. In it, no other visit reads the same shard."""
+        return (visit * self._num_slots + slot) // self._num_shards
+
     def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:
         """Yield the shards that the slot reads next, as DataOrder.upcoming does.
 

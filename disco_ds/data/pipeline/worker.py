@@ -155,18 +155,19 @@ class _Reader:
             epoch, offset = read_patiently(settle, patience_s)
             shard, entry = order.locate(slot, epoch, offset)
             index = job.order.sample_id(source, shard, entry)
+            drawn = order.epoch(slot, epoch)  # keys the random numbers of this sample
             offset += 1
             self._num_read += 1
             job.at[:3] = source, shard, entry
             progress.add()  # shows the trainer that this worker is alive
             try:
                 with breaks_sample(OSError):
-                    read = partial(samples.read, shard, entry, epoch, index)
+                    read = partial(samples.read, shard, entry, drawn, index)
                     decode, text, group_id = read_patiently(read, patience_s)
                     # Decode now, so that a broken image is skipped before it takes a row.
                     image = decode()
                 self.cursor[stream] = epoch, offset
-                return Row(place, text, index, epoch, group_id, decode), image
+                return Row(place, text, index, drawn, group_id, decode), image
             except DroppedSample:
                 part.dropped += 1
                 self._num_read -= 1

@@ -187,7 +187,14 @@ def read_version(url: str, settings: RemoteSettings) -> Version:
     Raises:
         StoreError: If all attempts fail.
     """
-    return _make_version(_request(url, settings, obstore.head))
+
+    def read(store: Any, path: str) -> Version:
+        try:
+            return _make_version(obstore.head(store, path))
+        except BaseError:  # signed URLs may allow only GET
+            return _make_version(obstore.get(store, path, options={"range": (0, 1)}).meta)
+
+    return _request(url, settings, read)
 
 
 def _make_version(meta: Any) -> Version:

@@ -25,7 +25,7 @@ from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
-from disco_ds.config.secrets import expand
+from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.config.text_file import read_text
 from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
 
@@ -114,7 +114,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
     Raises:
         ValueError: If the file cannot be read, or lists no shard, a shard twice, or both local and remote shards.
     """
-    lines = [line.strip() for line in read_text(path, "list of shards").splitlines()]
+    lines = [line.strip() for line in read_text(path, "list of shards").split("\n")]
     places = [line for line in lines if line and not line.startswith("#")]
     for place in places:
         refuse_remote(place, remote)
@@ -232,10 +232,12 @@ def list_shards(text: str) -> Listing:
         ValueError: If the braces are unbalanced or specify a shard twice, or if a URL or command has neither braces nor
             the name of a .tar file.
     """
-    before, brace, _ = text.partition("{")
+    # ${NAME} is an environment variable and neither a brace pattern nor a part of a name.
+    masked = VARIABLE.sub(lambda found: "$" * len(found[0]), text) if is_remote(text) else text
+    before, brace, _ = masked.partition("{")
     in_query = is_remote(text) and bool(brace) and "?" in before
     head = before if in_query else _strip(before)
-    if is_remote(text) and "{" not in text and not head.endswith(".tar"):
+    if is_remote(text) and not brace and not head.endswith(".tar"):
         raise ValueError(
             "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
         )
@@ -243,7 +245,7 @@ def list_shards(text: str) -> Listing:
     marks = "/ '\"" if is_remote(text) else "/"
     if in_query:
         marks += "?&="
-    start = head[: max(map(head.rfind, marks)) + 1]
+    start = text[: max(map(head.rfind, marks)) + 1]
     try:
         places = list(braceexpand(text, escape=False))
     except ValueError:

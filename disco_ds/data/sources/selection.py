@@ -161,12 +161,13 @@ def read_uids(path: Path) -> np.ndarray:
     return uids
 
 
-def _parse_uid(text: str) -> tuple[int, int]:
-    """Return the two halves of a uid of 32 hexadecimal digits."""
+def _parse_uid(text: str | bytes) -> tuple[int, int]:
+    """Return the two halves of a uid of 32 hexadecimal digits, which a csv file contains as bytes."""
+    text = text.decode() if isinstance(text, bytes) else text
     return divmod(uuid.UUID(text).int, 2**64)
 
 
-def _contains(uids: np.ndarray, text: str) -> bool:
+def _contains(uids: np.ndarray, text: str | bytes) -> bool:
     uid = _parse_uid(text)
     at = int(np.searchsorted(uids, np.array(uid, dtype=uids.dtype)))
     return at < len(uids) and uids[at].item() == uid
@@ -179,7 +180,8 @@ def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
     allowed = rule.get("in")
     if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
-        allowed = allowed and [str(item) for item in allowed]
+        # json.dumps writes true and false as a csv does. pandas writes True and False.
+        allowed = allowed and [text(item) for item in allowed for text in (str, json.dumps)]
     if allowed is not None and value not in allowed:
         return False
     if "min" in rule and not float(value) >= rule["min"]:
