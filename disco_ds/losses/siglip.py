@@ -18,9 +18,11 @@ from disco_ds.losses.blocks import (
     GroupedLoss,
     add_pairs,
     assign_sides,
+    divisible_scale,
     inner_product,
     multiply_gradients,
     pair_cosines,
+    sign_of,
     to_comm_dtype,
     zero_gradient,
 )
@@ -87,14 +89,18 @@ class _SigLIP(torch.autograd.Function):
         needs_rows, needs_columns, needs_scale, needs_bias = (
             trains and needed for needed in ctx.needs_input_grad[:4]
         )
-        rows = tiling.hold(rows)
+        scale = divisible_scale(scale.detach())
+        # The tiles need a positive scale, so the rows take the sign of the scale.
+        sign = sign_of(scale)
+        rows = tiling.hold(rows) * sign.to(rows.dtype)
         sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
-        z = scale.double() * pair_cosines(rows, sent, tiling) + bias.double()
-        scales = scale.detach().expand(b)
+        scale = scale.abs()
+        z = scale * pair_cosines(rows, sent, tiling) + bias.double()
+        scales = scale.expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
         # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
         pair_weights = -(-z).sigmoid()
-        total = F.softplus(-z, threshold=1e9).sum()
+        total = F.softplus(-z, threshold=40).sum()
         weight = pair_weights.sum()
         largest: Tensor | None = None
 
@@ -123,10 +129,10 @@ class _SigLIP(torch.autograd.Function):
 
         home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
-        factor = scale.double() / b
-        add_pairs(d_rows, sent, pair_weights, factor, tiling)
+        factor = scale / b
+        add_pairs(d_rows, sent, pair_weights, factor * sign, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
-        d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale.double()
+        d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale
         # The gradients are complete here; backward only multiplies them by the upstream gradient. Until then, the
         # gradients of the features stay in fp32: in fp16, small ones could become zero before a loss scale multiplies
         # them.
