@@ -456,11 +456,6 @@ def divisible_scale(scale: Tensor) -> Tensor:
     return torch.where(scale.abs() < 1e-18, 1e-18, scale)
 
 
-def sign_of(scale: Tensor) -> Tensor:
-    """Return -1 for a negative scale, otherwise 1."""
-    return torch.where(scale < 0, -1, 1)
-
-
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
     """Return a shift c >= 0 for which no sum of exp(x - c) overflows fp32; NaN if the scale is negative.
 
@@ -478,8 +473,10 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
     ]
     mine = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
     norm, s = comm.all_reduce_max(mine, group).double().split(1)
-    s = s.where(s > 0, math.nan)
-    return (norm * norm * s + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(min=0)
+    # The square root of a negative scale is NaN.
+    return ((norm * s.sqrt()).square() + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(
+        min=0
+    )
 
 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:

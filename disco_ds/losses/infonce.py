@@ -24,7 +24,6 @@ from disco_ds.losses.blocks import (
     overflow_shift,
     pair_cosines,
     shift_fits,
-    sign_of,
 )
 from disco_ds.losses.kernels import Groups, Sums, Tiling, full_dtype
 
@@ -106,8 +105,7 @@ class _InfoNCE(torch.autograd.Function):
         if not fits():
             gradients = ()  # frees the memory of those computed above
             ctx.shift = None
-            sign = sign_of(scale).to(rows.dtype)
-            turned = rows * sign, columns * sign
+            turned = _turn(scale, rows, columns)
             sums = _sums(cross, same, *turned, scales.abs(), None, loss.accuracy)
             gradients = find_gradients(sums, None)
         ctx.gradients = gradients
@@ -158,10 +156,12 @@ def _gradients(
         return None, None, None
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
-    scales = scale.abs().expand(2, len(x))
-    # The tiles need positive scales. The shift never fits a negative scale, which becomes the sign of the anchors.
-    sign = sign_of(scale).to(rows.dtype) if shift is None else None
-    turned = (rows, columns) if sign is None else (rows * sign, columns * sign)
+    scales = scale.expand(2, len(x))
+    turned: Sequence[Tensor] = (rows, columns)
+    # A shift never fits a negative scale.
+    if shift is None:
+        scales = scales.abs()
+        turned = _turn(scale, rows, columns)
     others = torch.stack([sums.rows, sums.columns])
     lse = torch.logaddexp(others, x)
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
@@ -177,13 +177,11 @@ def _gradients(
         needs_rows or needs_scale,
         needs_columns or (needs_scale and shared),
     )
-    if sign is not None and d_columns is not None:
-        d_columns *= sign  # it is a sum over the turned rows
+    if shift is None and d_columns is not None:
+        (d_columns,) = _turn(scale, d_columns)  # it is a sum over the turned rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
-    for block, views, shifts, total in zip(
-        same, turned, lse, (d_rows, d_columns), strict=False
-    ):
+    for block, views, shifts, total in zip(same, turned, lse, (d_rows, d_columns), strict=False):
         if total is not None:
             total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
     # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
@@ -225,6 +223,12 @@ def _sums(
         _larger(sums.rows_max, same_rows.rows_max),
         _larger(sums.columns_max, same_columns.rows_max),
     )
+
+
+def _turn(scale: Tensor, *sides: Tensor) -> list[Tensor]:
+    """Multiply features by the sign of the scale. The tiles compute similarities with a positive scale."""
+    sign = torch.where(scale < 0, -1, 1)
+    return [side * sign.to(side.dtype) for side in sides]
 
 
 def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -22,7 +22,6 @@ from disco_ds.losses.blocks import (
     inner_product,
     multiply_gradients,
     pair_cosines,
-    sign_of,
     to_comm_dtype,
     zero_gradient,
 )
@@ -90,11 +89,8 @@ class _SigLIP(torch.autograd.Function):
             trains and needed for needed in ctx.needs_input_grad[:4]
         )
         scale = divisible_scale(scale.detach())
-        # The tiles need a positive scale, so the rows take the sign of the scale.
-        sign = sign_of(scale)
-        rows = tiling.hold(rows) * sign.to(rows.dtype)
+        rows = tiling.hold(rows)
         sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
-        scale = scale.abs()
         z = scale * pair_cosines(rows, sent, tiling) + bias.double()
         scales = scale.expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
@@ -130,7 +126,7 @@ class _SigLIP(torch.autograd.Function):
         home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
         factor = scale / b
-        add_pairs(d_rows, sent, pair_weights, factor * sign, tiling)
+        add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
         d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale
         # The gradients are complete here; backward only multiplies them by the upstream gradient. Until then, the

@@ -36,7 +36,7 @@ def cases() -> list[str]:
     for b, D, scale, bias, dtype in [
         (b, D, s, beta, dtype)
         for b, D in ((33, 192), (100, 64))
-        for s, beta in ((-10.0, -10.0), (118.0, -13.0), (1.0, 0.5), (0.0, 0.5))
+        for s, beta in ((10.0, -10.0), (118.0, -13.0), (1.0, 0.5), (0.0, 0.5))
         for dtype in LIMIT
     ]:
         for kind in ("random", "aligned", "repeated"):
