@@ -11,9 +11,35 @@ from typing import Any
 
 import yaml
 
+MAX_NODES = 100_000
+"""Maximum number of keys and values of a document, counting an anchor's content once for each alias."""
+
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that, unlike PyYAML's SafeLoader, reads 1e-3 as a number and refuses duplicate keys."""
+    """A YAML loader that reads 1e-3 as a number, unlike PyYAML's, and refuses duplicate keys and huge documents."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._num_nodes = 0
+        self._sizes: dict[int, int] = {}
+        """Number of nodes inside each node that has been read."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        before = self._num_nodes
+        node: yaml.Node = super().compose_node(parent, index)
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_nodes += 1
+            self._sizes[id(node)] = self._num_nodes - before
+        elif id(node) in self._sizes:
+            self._num_nodes += self._sizes[id(node)]
+        else:
+            problem = f"the anchor {event.anchor!r} contains itself"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        if self._num_nodes > MAX_NODES:
+            problem = f"more than {MAX_NODES:,} keys and values, counting the content of aliases"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
