@@ -27,18 +27,16 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         before = self._num_nodes
-        node: yaml.Node = super().compose_node(parent, index)
-        if not isinstance(event, yaml.AliasEvent):
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            # An anchor that contains itself has no size yet.
+            self._num_nodes += self._sizes.get(id(node), MAX_NODES)
+        else:
             self._num_nodes += 1
             self._sizes[id(node)] = self._num_nodes - before
-        elif id(node) in self._sizes:
-            self._num_nodes += self._sizes[id(node)]
-        else:
-            problem = f"the anchor {event.anchor!r} contains itself"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if self._num_nodes > MAX_NODES:
             problem = f"more than {MAX_NODES:,} keys and values, counting the content of aliases"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

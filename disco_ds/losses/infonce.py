@@ -105,7 +105,7 @@ class _InfoNCE(torch.autograd.Function):
         if not fits():
             gradients = ()  # frees the memory of those computed above
             ctx.shift = None
-            turned = _turn(scale, rows, columns)
+            turned = _turn(scale, rows), _turn(scale, columns)
             sums = _sums(cross, same, *turned, scales.abs(), None, loss.accuracy)
             gradients = find_gradients(sums, None)
         ctx.gradients = gradients
@@ -157,11 +157,11 @@ def _gradients(
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
     scales = scale.expand(2, len(x))
-    turned: Sequence[Tensor] = (rows, columns)
+    turned = rows, columns
     # A shift never fits a negative scale.
     if shift is None:
         scales = scales.abs()
-        turned = _turn(scale, rows, columns)
+        turned = _turn(scale, rows), _turn(scale, columns)
     others = torch.stack([sums.rows, sums.columns])
     lse = torch.logaddexp(others, x)
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
@@ -178,7 +178,7 @@ def _gradients(
         needs_columns or (needs_scale and shared),
     )
     if shift is None and d_columns is not None:
-        (d_columns,) = _turn(scale, d_columns)  # it is a sum over the turned rows
+        d_columns = _turn(scale, d_columns)  # it is a sum over the turned rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
     for block, views, shifts, total in zip(same, turned, lse, (d_rows, d_columns), strict=False):
@@ -225,10 +225,9 @@ def _sums(
     )
 
 
-def _turn(scale: Tensor, *sides: Tensor) -> list[Tensor]:
+def _turn(scale: Tensor, features: Tensor) -> Tensor:
     """Multiply features by the sign of the scale. The tiles compute similarities with a positive scale."""
-    sign = torch.where(scale < 0, -1, 1)
-    return [side * sign.to(side.dtype) for side in sides]
+    return features * torch.where(scale < 0, -1, 1).to(features.dtype)
 
 
 def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -103,10 +103,13 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
             decoding, or if its brightness has no known range.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
-    try:
-        image = Image.open(BytesIO(data), formats=_FORMATS) if isinstance(data, bytes) else data
-    except UnidentifiedImageError:
-        raise BrokenSample(f"cannot be read as an image: {_describe(data)}") from None
+    if isinstance(data, bytes):
+        try:
+            image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+        except UnidentifiedImageError:
+            raise BrokenSample(f"cannot be read as an image: {_describe(data)}") from None
+    else:
+        image = data
     width, height = image.size
     if isinstance(image, TiffImageFile):
         # PIL decodes whole tiles of a TIFF, and a tile can be far larger than the image.

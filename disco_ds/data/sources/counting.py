@@ -175,7 +175,7 @@ def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
     listed = set(listing.names)
     kept = {}
     for shard in known:
-        # A shard with 0 samples may have been missing, so it is counted again.
+        # Count a shard with 0 samples again, so that the warning about it is repeated.
         if shard.name in listed and shard.samples:
             with suppress(FileNotFoundError):
                 if listing.urls or not has_changed(listing.folder, shard):

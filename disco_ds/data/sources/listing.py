@@ -13,7 +13,6 @@ table.csv                      a table whose rows contain an image path and capt
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -22,22 +21,21 @@ from glob import glob
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from braceexpand import UnbalancedBracesError, alphabet, braceexpand
+from braceexpand import alphabet, braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import expand
 from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
+from disco_ds.names import shorten
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-_RANGE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.-?(\d+))?")
-"""A range in braces, as braceexpand reads it."""
-_MAX_DIGITS = 18
+_RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.-?(\d+))?")
+"""Matches a range in braces, such as 000..099, a..f or 0..90..10."""
 _MAX_SHARDS = 10_000_000
-_MAX_DEPTH = 50
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
 """Matches what follows a shard's name in a URL or command: a query, which may be a signature, or other arguments."""
 _END = re.compile(r"[?#].*")
@@ -181,7 +179,7 @@ def _match_local(text: str) -> Listing:
     text = os.path.expanduser(text)
     first = min(text.find(mark) for mark in "*{" if mark in text)
     folder = text[: text.rfind("/", 0, first) + 1]
-    paths = {path for pattern in _expand(text) for path in glob(pattern)}
+    paths = {path for pattern in _expand(text, text) for path in glob(pattern)}
     if not paths:
         raise ValueError(f"no file matches {text}")
     return _make_listing(paths, folder)
@@ -249,59 +247,55 @@ def list_shards(text: str) -> Listing:
     if in_query:
         marks += "?&="
     start = head[: max(map(head.rfind, marks)) + 1]
-    try:
-        places = _expand(text)
-    except UnbalancedBracesError:
-        raise ValueError(f"the braces in {_find_name(text, start)} are not balanced") from None
-    return _make_listing(places, start)
+    return _make_listing(_expand(text, _find_name(text, start)), start)
 
 
-def _expand(text: str) -> list[str]:
+def _expand(text: str, name: str) -> list[str]:
     """Return the strings that a pattern with braces stands for.
 
+    Args:
+        text: The pattern.
+        name: What to call it in messages.
+
     Raises:
-        UnbalancedBracesError: If a brace is missing.
-        ValueError: If there are too many strings.
+        ValueError: If a brace is missing, or if there are too many strings.
     """
     if _count_strings(text) > _MAX_SHARDS:
         raise ValueError(
-            f"the braces stand for more than {_MAX_SHARDS:,} shards, or are nested more than {_MAX_DEPTH} deep; "
-            "check their ranges"
+            f"the braces stand for more than {_MAX_SHARDS:,} shards; check their ranges"
         )
-    return list(braceexpand(text, escape=False))
+    try:
+        return list(braceexpand(text, escape=False))
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"the braces in {shorten(name)} are not balanced, or are nested too deeply"
+        ) from None
 
 
-def _count_strings(text: str) -> float:
+def _count_strings(text: str) -> int:
     """Count the strings that a pattern with braces stands for, without making them."""
     # For each open brace: where its content begins, the number of strings of the complete alternatives, and that of
     # the current alternative.
-    starts, totals, products = [0], [0.0], [1.0]
+    starts, totals, products = [0], [0], [1]
     for place, character in enumerate(text):
         if character == "{":
             starts.append(place + 1)
             totals.append(0)
             products.append(1)
-            if len(starts) > _MAX_DEPTH:
-                return math.inf
         elif character == "," and len(starts) > 1:
             totals[-1] += products[-1]
             products[-1] = 1
         elif character == "}" and len(starts) > 1:
             count = totals.pop() + products.pop()
-            products[-1] *= _count_range(text[starts.pop() : place]) or count
+            if found := _RANGE.fullmatch(text[starts.pop() : place]):
+                first, last, step = found.groups()
+                count = abs(_to_number(last) - _to_number(first)) // (int(step or 1) or 1) + 1
+            products[-1] *= count
     return products[0]
 
 
-def _count_range(text: str) -> float | None:
-    """Count the items of a range such as 0..9 or a..z..2; return None if the text is not a range."""
-    if not (found := _RANGE.fullmatch(text)):
-        return None
-    first, last, first_letter, last_letter, step = found.groups()
-    if first_letter:
-        first, last = alphabet.index(first_letter), alphabet.index(last_letter)
-    elif max(len(first), len(last)) > _MAX_DIGITS:
-        return math.inf
-    return abs(int(last) - int(first)) // max(int((step or "1")[:_MAX_DIGITS]), 1) + 1
+def _to_number(end: str) -> int:
+    return alphabet.index(end) if end.isalpha() else int(end)
 
 
 def resolve_shards(text: str) -> Path:

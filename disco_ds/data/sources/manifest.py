@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
     name: str
     samples: int
-    """0 with data.index=none, or if older versions of disco_ds did not find the shard."""
+    """0 with data.index=none, or if the shard has no complete sample."""
     bytes: int
     """Size in bytes; 0 if unknown."""
 
@@ -180,7 +180,7 @@ def find_changed(manifest: Manifest) -> list[str]:
     """Return the names of the local shards whose size has changed since they were counted.
 
     Raises:
-        FileNotFoundError: If a shard that existed when it was counted no longer exists.
+        FileNotFoundError: If a shard no longer exists.
     """
     if manifest.urls:
         return []
@@ -189,12 +189,7 @@ def find_changed(manifest: Manifest) -> list[str]:
 
 def has_changed(folder: Path, shard: Shard) -> bool:
     """Return whether a local shard's size has changed. See find_changed."""
-    try:
-        return os.stat(folder / shard.name).st_size != shard.bytes
-    except FileNotFoundError:
-        if not shard.bytes:
-            return False
-        raise
+    return os.stat(folder / shard.name).st_size != shard.bytes
 
 
 def some(names: Collection[str], most: int = _NUM_NAMED) -> str:
