@@ -89,6 +89,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; valid: {listed}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return the count and the noun, for example `1 shard` or `1,200 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def shorten(value: object) -> str:
     """Return a value as text for an error message. If the text is long, its middle is replaced by `...`."""
     text = str(value)

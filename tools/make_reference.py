@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from disco_ds.config import Config, EmaSettings, SourceSettings, StageSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
+from disco_ds.config.settings import MAX_COUNT
 
 ITEMS = {"data.sources": SourceSettings, "stages": StageSettings}
 """Name of a setting that is a list -> model of one item of the list."""
@@ -128,8 +129,8 @@ def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, s
 
 
 def describe_type(field: FieldInfo) -> str:
-    """Describe the type of a setting and the bounds of its values."""
-    # In `PositiveInt | None`, the bounds are in the metadata of PositiveInt. The field itself has none.
+    """Describe the type of a setting and the bounds of its values, except the one that all counts have."""
+    # In `PositiveCount | None`, the bounds are in the metadata of PositiveCount. The field itself has none.
     inner = [
         part for each in get_args(field.annotation) for part in getattr(each, "__metadata__", ())
     ]
@@ -138,7 +139,7 @@ def describe_type(field: FieldInfo) -> str:
         f"`{sign} {getattr(part, name):,.10g}`"
         for part in [*field.metadata, *(inner if is_optional else [])]
         for kind, (sign, name) in SIGNS.items()
-        if isinstance(part, kind)
+        if isinstance(part, kind) and part != Le(MAX_COUNT)
     ]
     return ", ".join([_type(field.annotation), *bounds])
 

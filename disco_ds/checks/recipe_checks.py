@@ -16,6 +16,7 @@ from disco_ds.data.sources.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
+from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
 
@@ -91,7 +92,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
 
 def _compare(source: Manifest) -> Line:
     """Compare the shards' sizes with the manifest, as a run does at its start."""
-    found = f"{len(source.shards):,} shards, {source.num_samples:,} samples"
+    found = f"{plural(len(source.shards), 'shard')}, {plural(source.num_samples, 'sample')}"
     changed = find_changed(source)
     if changed:
         found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"

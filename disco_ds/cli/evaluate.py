@@ -11,7 +11,6 @@ from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import RendezvousError
 from disco_ds.eval import Result, describe
-from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.launch.watchdog import die_with_launcher
 from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
 
@@ -22,7 +21,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit code 0: done. 1: failed. 2: invalid settings, data or weights, found before any work.
     """
-    adopt_slurm()
     first = set_up_logging()
     die_with_launcher()
     try:

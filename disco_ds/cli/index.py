@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
+from disco_ds.cli.messages import show
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data.remote.stores import StoreError
-from disco_ds.data.sources.counting import compare, index_shards
+from disco_ds.data.sources.counting import Contents, compare, index_shards
 from disco_ds.data.sources.listing import NAME, find_shards, list_folder
 from disco_ds.data.sources.manifest import read_manifest, write_manifest
+from disco_ds.names import plural
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
         something has changed.
 
     Raises:
-        ValueError: If an argument is invalid, or a shard cannot be read.
-        OSError: If the manifest cannot be written.
+        ValueError: If an argument is invalid, the manifest cannot be written, a shard cannot be read, or no shard has a
+            complete sample.
     """
     remote = RemoteSettings(pipe=args.pipe, **({"cache": args.cache} if args.cache else {}))
     listing = find_shards(args.shards, remote)
@@ -44,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     # Counts are saved here until all shards are counted, so that a run cannot use an incomplete manifest.
     unfinished = path.with_name(f"{path.name}.partial")
     if not args.check:
+        _check_writable(path.parent)
         with suppress(ValueError):
             known |= read_manifest(unfinished)
     is_remote = bool(listing.urls)
+    contents = Contents()
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
         try:
             manifest = index_shards(
@@ -60,15 +66,25 @@ def run(args: argparse.Namespace) -> int:
                 published=is_remote or not args.check,
                 skip_missing=args.missing == "skip",
                 save=None if args.check else partial(write_manifest, path=unfinished),
+                contents=contents,
             )
         except StoreError as error:
             raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None
     if not args.check:
+        if not manifest.num_samples:
+            unfinished.unlink(missing_ok=True)
+            raise ValueError(
+                f"no shard of {args.shards} has a complete sample; {path} is not written"
+            )
         write_manifest(manifest, path)
         unfinished.unlink(missing_ok=True)
-    count = f"{len(manifest.shards):,} shards, {manifest.num_samples:,} samples"
+    count = f"{plural(len(manifest.shards), 'shard')}, {plural(manifest.num_samples, 'sample')}"
     if not args.check:
         print(f"{path}: {count}")
+        if contents.num_samples:
+            print(contents.describe())
+            if problem := contents.find_problem():
+                show(problem, "warning")
         return 0
     if not listing.whole:  # ignore the manifest's entries for other shards
         known = {name: known[name] for name in listing.names if name in known}
@@ -77,3 +93,15 @@ def run(args: argparse.Namespace) -> int:
         print(change)
     print(f"{path} is {'stale' if changes else 'up to date'}: {count}")
     return 1 if changes else 0
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError if no file can be created in a folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"no manifest can be written into {folder}: {error.strerror}; pass --to FILE in another folder, and train "
+            "with data.manifest=FILE"
+        ) from None

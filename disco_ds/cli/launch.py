@@ -33,6 +33,7 @@ from typing import IO, Any
 
 from disco_ds.checkpoints.retention import META, list_complete
 from disco_ds.cli.launch_hosts import (
+    SSH_OPTIONS,
     check_min_hosts,
     narrow,
     read_hostfile,
@@ -205,12 +206,12 @@ def run_once(
     Returns:
         The exit codes of the launchers that failed on their hosts. If none failed, deepspeed's exit code.
     """
-    user_options = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    user_options = os.environ.get(SSH_OPTIONS, "")
     # deepspeed runs in a new session, so that it does not get the terminal's signals. It is killed
     # when this process ends.
     process = subprocess.Popen(
         command,
-        env=os.environ | {"PDSH_SSH_ARGS_APPEND": f"{user_options} {KEEP_ALIVE}".strip()},
+        env=os.environ | {SSH_OPTIONS: f"{user_options} {KEEP_ALIVE}".strip()},
         start_new_session=True,
         preexec_fn=die_with_parent,
         stderr=subprocess.PIPE,
@@ -324,6 +325,18 @@ def newest_checkpoint(folder: Path | None) -> str:
     return complete[-1].name if complete else ""
 
 
+def _check_words(name: str, text: str) -> None:
+    """Check that a shell could split a text into words.
+
+    Raises:
+        ValueError: If a quote is not closed, or if the text ends with a backslash.
+    """
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {text!r} cannot be split into words: {error}") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command.
 
@@ -332,6 +345,8 @@ def run(args: argparse.Namespace) -> int:
         stopped by a signal, after saving a checkpoint.
     """
     try:
+        _check_words("--deepspeed", args.deepspeed)
+        _check_words(SSH_OPTIONS, os.environ.get(SSH_OPTIONS, ""))
         config = load_config(args.config, args.overrides)
         slots = read_hostfile(args.hostfile) if args.hostfile else {}
         if args.min_hosts is not None:

@@ -26,6 +26,8 @@ LINE = re.compile(
     re.ASCII,
 )
 """A line of a hostfile: empty, a comment, or a host and its number of slots (ranks)."""
+SSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"
+"""Environment variable with the user's options for ssh."""
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 """Options that make ssh fail quickly if a host cannot be reached, and never ask for a password."""
 REACH_S = 6.0
@@ -90,7 +92,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
         Number of processes found on each host; None for a host that cannot be reached.
     """
     find = [sys.executable, "-c", FIND, launch, str(int(number))]
-    ssh = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
+    ssh = ["ssh", *REACH, *shlex.split(os.environ.get(SSH_OPTIONS, ""))]
     commands = {host: [*ssh, host, shlex.join(find)] for host in hosts} or {"localhost": find}
     # Contact all hosts at the same time, so that many hosts take no longer than one.
     with ThreadPoolExecutor(len(commands)) as pool:

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 
 from disco_ds.cli.parser import parse_args
+from disco_ds.launch.slurm import adopt_slurm
 
 RANK_COMMANDS = {"train", "launch", "evaluate", "doctor"}
 """Modules of commands that report user errors themselves. Their other errors are shown with a traceback."""
@@ -27,6 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     # A dry run does not need the trainer, whose import takes seconds.
     if args.command == "train" and args.dry_run:
         module = "dry_run"
+    if module in ("train", "evaluate", "doctor"):
+        try:
+            adopt_slurm()
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     try:
         code: int = import_module(f"disco_ds.cli.{module}").run(args)
     except KeyboardInterrupt:

@@ -9,7 +9,6 @@ import socket
 from disco_ds.cli.messages import fail_rank, set_up_logging, show
 from disco_ds.config import load_config
 from disco_ds.distributed.comm import RendezvousError
-from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.launch.watchdog import die_with_launcher
 from disco_ds.run import AGREED_ERRORS, exit_code, train_session
 from disco_ds.training.loop import AskedToStopError
@@ -23,7 +22,6 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: finished, or --resume auto found a finished run. 1: failed. 2: invalid
         settings or data, found before any work. 3: stopped by a signal, after saving.
     """
-    adopt_slurm()
     set_up_logging()
     try:
         config = load_config(args.config, args.overrides)

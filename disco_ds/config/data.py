@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import MAX_SECONDS, Settings
+from disco_ds.config.settings import MAX_SECONDS, PositiveCount, Settings
 from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
@@ -251,7 +251,7 @@ class DataSettings(Settings):
     run is resumed. Choose a number with many divisors if the number of ranks may change. Null: 512,
     or fewer if there are fewer shards or if all slots together would read more than 128e9 bytes of
     remote shards at a time."""
-    window: int = Field(4096, gt=0)
+    window: PositiveCount = 4096
     """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
     samples are similar."""
     workers: int | None = Field(None, ge=0, le=1024)
@@ -274,7 +274,7 @@ class DataSettings(Settings):
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
     samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
     fraction of the samples that it has read."""
-    max_pixels: int = Field(89_478_485, gt=0)
+    max_pixels: PositiveCount = 89_478_485
     """Images with more pixels than this are skipped as possible decompression bombs."""
     crop_scale: CropScale | None = (0.9, 1.0)
     """Smallest and largest area of the random resized crop, as fractions of the image's area. Null:

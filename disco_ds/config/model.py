@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from disco_ds.config.settings import Settings
+from disco_ds.config.settings import Count, PositiveCount, Settings
 from disco_ds.names import CUSTOM_CODE
 
 OPEN_CLIP_ONLY = (
@@ -50,10 +50,10 @@ class ModelSettings(Settings):
     """Freeze the image tower (LiT), usually in combination with pretrained weights."""
     lock_text: bool = False
     """Freeze the text tower."""
-    unlocked_layers: int = Field(0, ge=0)
+    unlocked_layers: Count = 0
     """Number of layer groups at the end of the locked tower that are trained anyway. Layer groups
     are counted as in open_clip's lock functions. 0: the whole tower is frozen."""
-    image_size: PositiveInt | None = None
+    image_size: PositiveCount | None = None
     """Height and width of the model's input images, in pixels. Null: the size in the model
     config."""
     image_mean: tuple[float, float, float] | None = None

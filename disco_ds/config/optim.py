@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import Settings
+from disco_ds.config.settings import Count, PositiveCount, Settings
 from disco_ds.names import CUSTOM_CODE
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -31,7 +31,7 @@ class EmaSettings(Settings):
     decay: float = Field(0.9999, gt=0, lt=1)
     """Factor by which the old average is multiplied in every step. After n steps, the factor is at
     most (1 + n) / (10 + n), so that the average soon forgets the first weights."""
-    every_steps: int = Field(1, gt=0)
+    every_steps: PositiveCount = 1
     """Number of steps between two updates of the average. Each update uses decay to the power of this
     number."""
 
@@ -73,10 +73,10 @@ class OptimSettings(Settings):
     schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
     """Learning rate schedule after warmup. `cosine`: cosine decay to lr_min. `constant`: no change.
     `cooldown`: constant, then a linear decay to lr_min over the last cooldown_steps."""
-    warmup_steps: int = Field(2000, ge=0)
+    warmup_steps: Count = 2000
     """Number of steps over which the learning rate rises linearly to its peak. Lower it for short
     runs."""
-    cooldown_steps: int = Field(0, ge=0)
+    cooldown_steps: Count = 0
     """Number of steps of the linear decay at the end of the run, if schedule is cooldown."""
     lr_min: float = Field(0.0, ge=0)
     """Learning rate at the end of the run, if schedule is cosine or cooldown."""

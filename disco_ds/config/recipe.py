@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from disco_ds.config.data import CropScale, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import Dumper
-from disco_ds.config.settings import MAX_SECONDS, Settings
+from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings
 from disco_ds.config.templates import check_template
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
+MAX_EPOCHS = 1e6
+"""Upper bound of lengths in epochs. At most 10^11 samples per epoch, multiplied by this, still fit into int64."""
 PUBLISHED_LR = 1e-3
 """The highest learning rate for which DisCo-CLIP reports accuracies. Its scaling rule gives this rate at a batch of
 65,536."""
@@ -57,10 +59,10 @@ def _check_copy_command(command: str) -> str:
 class CheckpointSettings(Settings):
     """When checkpoints are saved, which ones are kept, and where they are copied."""
 
-    every_steps: int = Field(1000, ge=0)
+    every_steps: Count = 1000
     """Number of steps between checkpoints. 0: no checkpoints at fixed steps. A checkpoint is always
     saved at the end of the run."""
-    every_epochs: float = Field(0.0, ge=0)
+    every_epochs: float = Field(0.0, ge=0, le=MAX_EPOCHS)
     """Number of epochs between checkpoints. If it is set, every_steps is ignored. 0: not set."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
     """Also save a checkpoint when this many minutes have passed since the last one. 0: off.
@@ -70,12 +72,12 @@ class CheckpointSettings(Settings):
     """Write checkpoints in the background. Training then pauses only while each rank copies its
     state to host memory. The copy takes as much host memory as the checkpoint files of that rank.
     False: training pauses until the files are written. Use false if host memory is short."""
-    keep_last: PositiveInt | None = 3
+    keep_last: PositiveCount | None = 3
     """Number of most recent checkpoints to keep. Older checkpoints are removed, except those that
     keep_every_steps protects. Null: keep all."""
-    keep_every_steps: int = Field(0, ge=0)
+    keep_every_steps: Count = 0
     """Never remove a checkpoint whose step is a multiple of this number. 0: off."""
-    max_failed_saves: int = Field(2, ge=0)
+    max_failed_saves: Count = 2
     """Number of consecutive saves that may fail (for example because the disk is full). If one more
     save fails, the run stops."""
     copy_command: Annotated[str, AfterValidator(_check_copy_command)] | None = None
@@ -115,7 +117,7 @@ class WandbSettings(Settings):
 class LogSettings(Settings):
     """What is logged, how often and where."""
 
-    every_steps: int = Field(10, gt=0)
+    every_steps: PositiveCount = 10
     """Number of steps between two log records. Each record is a log line, a line of metrics.jsonl
     and a TensorBoard point. The times of a step's phases are measured in the logged steps only."""
     tensorboard: bool = True
@@ -142,9 +144,9 @@ class ProbeSettings(Settings):
 class EvalSettings(Settings):
     """Which data the model is evaluated on, and when."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: Count = 0
     """Number of steps between evaluations. 0: evaluate only at the end of the run."""
-    every_epochs: float = Field(0.0, ge=0)
+    every_epochs: float = Field(0.0, ge=0, le=MAX_EPOCHS)
     """Number of epochs between evaluations. If it is set, every_steps is ignored. 0: not set."""
     labeled: dict[str, str] = Field({})
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
@@ -174,7 +176,7 @@ class EvalSettings(Settings):
     a linear classifier learn from the image features of `train`; their accuracy on `test` is reported.
     The text tower is not used, so probes also work for a model trained with model.two_views. Probes
     need scikit-learn (`pip install 'disco_ds[probes]'`)."""
-    validation_batch: int = Field(1024, gt=1)
+    validation_batch: int = Field(1024, gt=1, le=MAX_COUNT)
     """Batch size of the validation loss. The value of the loss depends on the batch size, so the
     name of the metric contains the batch size."""
     caption_key: Template = "{txt}"
@@ -204,14 +206,14 @@ class EvalSettings(Settings):
 class StageSettings(Settings):
     """A stage of a run. A setting that is null keeps the recipe's value."""
 
-    until: PositiveInt
+    until: PositiveCount
     """Number of samples that the run has seen when the stage ends. The stage must consist of whole
     steps. The run ends with its last stage."""
-    global_batch: PositiveInt | None = None
+    global_batch: PositiveCount | None = None
     """Global batch of this stage."""
-    micro_batch: PositiveInt | None = None
+    micro_batch: PositiveCount | None = None
     """Micro-batch of this stage."""
-    image_size: PositiveInt | None = None
+    image_size: PositiveCount | None = None
     """Image size of this stage. The position embedding of an open_clip ViT is resized; other image
     towers must not have parameters that depend on the image size."""
     patch_dropout: float | None = Field(None, ge=0, lt=1)
@@ -231,22 +233,22 @@ class Config(Settings):
     system."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Random seed for the data order, the initial weights and all other random numbers."""
-    ranks: PositiveInt | None = None
+    ranks: PositiveCount | None = None
     """Number of ranks (world size) that this recipe requires. A run with a different number of
     ranks is refused. Null: any number."""
-    global_batch: PositiveInt
+    global_batch: PositiveCount
     """Number of samples per optimizer step, summed over all ranks. It must be a multiple of ranks x
     micro_batch."""
-    micro_batch: PositiveInt
+    micro_batch: PositiveCount
     """Number of samples per forward pass on one rank. It affects memory use and speed but not the
     gradient, which is always the gradient of the global batch. Choose the largest value that fits
     into memory (see `disco-ds plan`)."""
-    steps: PositiveInt | None = None
+    steps: PositiveCount | None = None
     """Length of the run in optimizer steps. Set exactly one of `steps`, `samples`, `epochs` and
     `stages`."""
-    samples: PositiveInt | None = None
+    samples: PositiveCount | None = None
     """Length of the run in samples, rounded down to whole steps."""
-    epochs: PositiveFloat | None = None
+    epochs: float | None = Field(None, gt=0, le=MAX_EPOCHS)
     """Length of the run in epochs, rounded down to whole steps. One epoch has as many samples as
     all sources together. The samples are counted when the run starts, and the resulting number of
     `samples` is written into the run's config.yaml."""
@@ -265,7 +267,7 @@ class Config(Settings):
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
     """The run ends with an error if a rank sends no heartbeat for this many seconds. Such a rank
     was killed or suspended, or its host is down."""
-    skip_nonfinite: int = Field(0, ge=0)
+    skip_nonfinite: Count = 0
     """Number of consecutive batches with a non-finite loss or gradient that may be skipped without
     an update. One more such batch stops the run. Steps that fp16's loss scaler skips do not
     count."""

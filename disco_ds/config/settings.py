@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from disco_ds.config.secrets import refuse_secret
@@ -14,6 +15,12 @@ from disco_ds.names import shorten
 MAX_SECONDS = 1e7
 """Upper bound of timeouts in seconds: about four months. Longer timeouts overflow the clocks of
 some libraries."""
+
+
+MAX_COUNT = 2**62
+"""Upper bound of numbers of samples, steps and other counts, so that they fit into int64."""
+Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
+PositiveCount = Annotated[int, Gt(0), Le(MAX_COUNT)]
 
 
 class Settings(BaseModel):

@@ -36,7 +36,7 @@ _next_port: int | None = None
 
 
 def init(timeout_s: float) -> None:
-    """Join the process group that the launcher's environment variables describe.
+    """Join the process group that the launcher's environment variables (launch/slurm.py) describe.
 
     Without a launcher, create a group of one rank. Collective: every rank must call this.
 
@@ -44,7 +44,7 @@ def init(timeout_s: float) -> None:
         timeout_s: Timeout of collectives, for all groups created from now on, including ZeRO's groups.
 
     Raises:
-        ValueError: If the environment variables are incomplete.
+        ValueError: If a variable shows that there are several processes, but RANK is not set.
         RendezvousError: If the ranks cannot meet.
     """
     from torch.distributed import distributed_c10d
@@ -55,7 +55,7 @@ def init(timeout_s: float) -> None:
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     if "RANK" not in os.environ:
-        for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        for variable in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
             if int(os.environ.get(variable, "1")) > 1:
                 raise ValueError(
                     f"{variable} is {os.environ[variable]} but RANK is not set, so every process would train alone. "
@@ -64,12 +64,6 @@ def init(timeout_s: float) -> None:
                 )
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    required = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in required if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"RANK is set but not {', '.join(missing)}: use a launcher, which sets all of them"
-        )
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     diagnostics.record_collectives()

@@ -29,6 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
+from disco_ds.losses.input_checks import check_tensors
 from disco_ds.names import did_you_mean, load_custom
 
 
@@ -52,12 +53,17 @@ class Embeddings:
 
     def __post_init__(self) -> None:
         image, text = self.image, self.text
+        check_tensors(image=image, text=text, scale=self.scale)
+        if self.bias is not None:
+            check_tensors(bias=self.bias)
         alike = image.shape == text.shape and image.dtype == text.dtype
         if image.dim() != 2 or not alike or not image.is_floating_point():
             raise ValueError(
                 "image and text must be [b, D] tensors of the same shape and the same floating dtype, got "
                 f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
             )
+        if not len(image):
+            raise ValueError("image and text have no rows; pass at least one pair")
         for name in ("scale", "bias"):
             value = getattr(self, name)
             if value is not None and value.shape != (1,):

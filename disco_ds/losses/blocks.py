@@ -435,11 +435,22 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
     return torch.cat(cosines) if len(cosines) > 1 else cosines[0]
 
 
+def divisible_scale(scale: Tensor) -> Tensor:
+    """Return the scale as float64, with values nearer to 0 than 1e-18 replaced by 1e-18.
+
+    The gradient of the scale is computed by a division by the scale. Logits and gradients of features that differ by
+    1e-18 are the same in practice.
+    """
+    scale = scale.double()
+    return torch.where(scale.abs() < 1e-18, 1e-18, scale)
+
+
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
-    """Return a shift c >= 0 for which no sum of exp(x - c) overflows fp32.
+    """Return a shift c >= 0 for which no sum of exp(x - c) overflows fp32; NaN if the scale is negative.
 
     c is [1] float64 and the same on all ranks. It may be so large that the sum of some row underflows, which
-    `shift_fits` detects from the sums. Collective: one all_reduce, for which the host does not wait.
+    `shift_fits` detects from the sums. A shift of NaN never fits. Collective: one all_reduce, for which the host does
+    not wait.
     """
     # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms;
     # exp(88) is within fp32.
@@ -451,7 +462,10 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
     ]
     mine = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
     norm, s = comm.all_reduce_max(mine, group).double().split(1)
-    return (norm * norm * s + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(min=0)
+    # The square root of a negative scale is NaN.
+    return ((norm * s.sqrt()).square() + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(
+        min=0
+    )
 
 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:

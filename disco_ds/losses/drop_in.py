@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, build_loss
-from disco_ds.losses.input_checks import check_alike, warn_of_unusual
+from disco_ds.losses.input_checks import check_alike, check_tensors, warn_of_unusual
 
 
 class _DropIn(nn.Module):
@@ -47,8 +47,8 @@ class _DropIn(nn.Module):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         group_id: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
@@ -57,8 +57,8 @@ class _DropIn(nn.Module):
         Args:
             image_features: [b, D], unit rows, with the same b on every rank.
             text_features: [b, D], unit rows.
-            logit_scale: exp of the learned parameter, 0-d or [1].
-            logit_bias: 0-d or [1], None for a bias of zero.
+            logit_scale: exp of the learned parameter, 0-d, [1] or a number.
+            logit_bias: 0-d, [1] or a number; None for a bias of zero.
             output_dict: Return a dict, as open_clip does.
             group_id: [b] int64, the group of each image-text pair, for the option `same_group`.
 
@@ -67,16 +67,21 @@ class _DropIn(nn.Module):
             global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
+            ValueError: If features are not tensors of at least one row.
             ValueError: If `rank` or `world_size` differs from the actual value. With `check`, also on every rank if
                 the ranks pass features of different shapes, different scales or different biases, or if only some of
                 them pass group_id.
         """
-        scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
+        check_tensors(image_features=image_features, text_features=text_features)
+        device = image_features.device
+        scale = torch.as_tensor(logit_scale, device=device).reshape(1)
         if self.is_first:
             self._check_group()
             warn_of_unusual(image_features, text_features, scale, self.group)
             self.is_first = False
-        bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.reshape(1)
+        bias = torch.zeros_like(scale)
+        if logit_bias is not None:
+            bias = torch.as_tensor(logit_bias, device=device).reshape(1)
         if self.check:
             check_alike(image_features, text_features, scale, bias, group_id, self.group)
         out = self.loss(Embeddings(image_features, text_features, scale, bias, None, group_id))

@@ -18,6 +18,7 @@ from disco_ds.losses.blocks import (
     TiledLoss,
     add_pairs,
     assign_sides,
+    divisible_scale,
     inner_product,
     multiply_gradients,
     overflow_shift,
@@ -86,8 +87,9 @@ class _InfoNCE(torch.autograd.Function):
         # With shared denominators, rows are also compared with rows, and columns with columns.
         same = (make_blocks(rows, tiling, loss.comm_dtype, group, None), cross) if shared else ()
         share = None if groups is None else groups.share
-        x = scale.double() * pair_cosines(rows, cross.own, tiling)
-        scales = scale.detach().double().expand(2, len(rows))
+        scale = divisible_scale(scale.detach())
+        x = scale * pair_cosines(rows, cross.own, tiling)
+        scales = scale.expand(2, len(rows))
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
         find_gradients = partial(_gradients, cross, same, rows, scale, x, share, needed)
         shift = overflow_shift(rows, columns, scale, group)
@@ -103,7 +105,8 @@ class _InfoNCE(torch.autograd.Function):
         if not fits():
             gradients = ()  # frees the memory of those computed above
             ctx.shift = None
-            sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
+            turned = _turn(scale, rows), _turn(scale, columns)
+            sums = _sums(cross, same, *turned, scales.abs(), None, loss.accuracy)
             gradients = find_gradients(sums, None)
         ctx.gradients = gradients
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
@@ -139,7 +142,7 @@ def _gradients(
         cross: Compares rows with columns.
         same: For NT-Xent, the blocks that compare rows with rows and columns with columns; otherwise ().
         rows: [b, D].
-        scale: [1].
+        scale: [1] float64, not 0.
         x: [b] float64, the logits of the pairs.
         share: See Groups.
         needed: Whether the gradient of the rows, the columns and the scale is needed.
@@ -153,7 +156,12 @@ def _gradients(
         return None, None, None
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
-    scales = scale.detach().double().expand(2, len(x))
+    scales = scale.expand(2, len(x))
+    turned = rows, columns
+    # A shift never fits a negative scale.
+    if shift is None:
+        scales = scales.abs()
+        turned = _turn(scale, rows), _turn(scale, columns)
     others = torch.stack([sums.rows, sums.columns])
     lse = torch.logaddexp(others, x)
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
@@ -162,18 +170,18 @@ def _gradients(
     d_rows: Any
     d_columns: Any
     d_rows, d_columns = cross.gradient(
-        rows,
+        turned[0],
         scales,
         lse,
         shift,
         needs_rows or needs_scale,
         needs_columns or (needs_scale and shared),
     )
+    if shift is None and d_columns is not None:
+        d_columns = _turn(scale, d_columns)  # it is a sum over the turned rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
-    for block, views, shifts, total in zip(
-        same, (rows, columns), lse, (d_rows, d_columns), strict=False
-    ):
+    for block, views, shifts, total in zip(same, turned, lse, (d_rows, d_columns), strict=False):
         if total is not None:
             total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
     # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
@@ -181,7 +189,7 @@ def _gradients(
     pairs = -(others - lse).exp().sum(0)
     if share is not None:
         pairs += 2 * (1 - share)  # for a pair in a group, the weight is P + Q - 2 / size
-    factor = scale.double() / (2 * len(x))
+    factor = scale / (2 * len(x))
     tiling = cross.tiling
     add_pairs(d_rows, columns, pairs, factor, tiling)
     add_pairs(d_columns, rows, pairs, factor, tiling)
@@ -190,7 +198,7 @@ def _gradients(
         total = inner_product(rows, d_rows)
         if shared:
             total = (total + inner_product(columns, d_columns)) / 2
-        d_scale = total / scale.double()
+        d_scale = total / scale
     return d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
 
 
@@ -215,6 +223,11 @@ def _sums(
         _larger(sums.rows_max, same_rows.rows_max),
         _larger(sums.columns_max, same_columns.rows_max),
     )
+
+
+def _turn(scale: Tensor, features: Tensor) -> Tensor:
+    """Multiply features by the sign of the scale. The tiles compute similarities with a positive scale."""
+    return features * torch.where(scale < 0, -1, 1).to(features.dtype)
 
 
 def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -21,6 +21,20 @@ If a logit scale is not above this value, the caller has probably passed its log
 """
 
 
+def check_tensors(**values: Any) -> None:
+    """Check that arguments are tensors.
+
+    Raises:
+        ValueError: If one is not. The message begins with its name.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} must be a tensor, got a {type(value).__module__}.{type(value).__qualname__}; "
+                "pass a torch.Tensor"
+            )
+
+
 def check_alike(
     image: Tensor,
     text: Tensor,

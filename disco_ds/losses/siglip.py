@@ -18,6 +18,7 @@ from disco_ds.losses.blocks import (
     GroupedLoss,
     add_pairs,
     assign_sides,
+    divisible_scale,
     inner_product,
     multiply_gradients,
     pair_cosines,
@@ -87,10 +88,11 @@ class _SigLIP(torch.autograd.Function):
         needs_rows, needs_columns, needs_scale, needs_bias = (
             trains and needed for needed in ctx.needs_input_grad[:4]
         )
+        scale = divisible_scale(scale.detach())
         rows = tiling.hold(rows)
         sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
-        z = scale.double() * pair_cosines(rows, sent, tiling) + bias.double()
-        scales = scale.detach().expand(b)
+        z = scale * pair_cosines(rows, sent, tiling) + bias.double()
+        scales = scale.expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
         # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
         pair_weights = -(-z).sigmoid()
@@ -123,10 +125,10 @@ class _SigLIP(torch.autograd.Function):
 
         home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
-        factor = scale.double() / b
+        factor = scale / b
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
-        d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale.double()
+        d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale
         # The gradients are complete here; backward only multiplies them by the upstream gradient. Until then, the
         # gradients of the features stay in fp32: in fp16, small ones could become zero before a loss scale multiplies
         # them.

@@ -52,6 +52,9 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
     return path
 
 
+LEVELS = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+BOMB = f"{{a0: &a0 [x], {', '.join(LEVELS)}}}"
+"""A mapping that stands for 9^11 values."""
 TEXTS = {
     "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "syntax error"),
     "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "syntax error"),
@@ -68,6 +71,18 @@ TEXTS = {
         "steps must be a valid integer, got 'many'",
     ),
     "a key of a list": (f"{TEXT}\n? [a, b]\n: 2", "line 12: found unhashable key"),
+    "a YAML anchor bomb in options": (
+        f"{TEXT}\nloss: {{options: {{x: {BOMB}}}}}",
+        "more than 100,000 keys",
+    ),
+    "a YAML anchor bomb in deepspeed": (
+        TEXT.replace("deepspeed: {}", f"deepspeed: {BOMB}"),
+        "more than 100,000 keys",
+    ),
+    "an anchor that contains itself": (
+        f"{TEXT}\nmodel: {{options: &a {{x: *a}}}}",
+        "more than 100,000 keys",
+    ),
     "many unknown keys": ("".join(f"zz{n}: 1\n" for n in range(9)) + TEXT, "unknown key zz8"),
 }
 
@@ -104,6 +119,14 @@ OVERRIDES = [
     ("lost_after_s=1e-9", "greater than or equal to 1"),
     ("seed=4294967296", "less than 2147483648"),
     ("data.num_samples=1000000000000000000000", "data.num_samples must be less than or equal to"),
+    *((f"{key}=1{'0' * 400}", f"{key} must be less than or equal to 4611686018427387904, got 1000")
+      for key in ("global_batch", "steps", "samples", "micro_batch", "optim.warmup_steps", "checkpoint.every_steps",
+                  "data.window", "model.image_size", "eval.validation_batch", "ranks")),
+    (f"stages=[{{until: 1{'0' * 400}}}]", "stages.0.until must be less than or equal to"),
+    ("steps='1%s'" % ("0" * 400), "steps must be less than or equal to"),
+    ("epochs=1e300", "epochs must be less than or equal to 1000000"),
+    ("checkpoint.every_epochs=1e300", "checkpoint.every_epochs must be less than or equal to 1000000"),
+    (f"model.options={BOMB}", "more than 100,000 keys"),
     ("micro_batch=true", "micro_batch: true is not valid"),
     ("name=a/b", "name is 'a/b'; expected"),
     ("name=..", "name is '..'"),
@@ -169,6 +192,11 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: list[Any]) -> None:
     found = parse(text, "test")
     assert (found, [type(each) for each in found]) == (value, [type(each) for each in value])
     assert parse(yaml.dump(value, Dumper=Dumper), "test") == value
+
+
+def test_aliases_of_a_recipe_are_read(tmp_path: Path) -> None:
+    text = f"{TEXT}\neval: {{labeled: &sets {{a: /b}}, retrieval: *sets}}"
+    assert load_config(write(tmp_path, text)).eval.retrieval == {"a": "/b"}
 
 
 def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:

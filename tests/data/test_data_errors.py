@@ -52,7 +52,7 @@ def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
 
 REASONS = (
     "truncated",
-    "UnidentifiedImageError",
+    "cannot be read as an image",
     "50000 x 50000|DecompressionBomb",
     "is empty",
     "UnicodeDecodeError",

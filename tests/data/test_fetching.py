@@ -15,7 +15,7 @@ from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, load_sources
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
-from disco_ds.data.remote.stores import Version, describe
+from disco_ds.data.remote.stores import Version, describe, read_version
 from disco_ds.data.sources.listing import list_shards
 from helpers.machine import many_open_files
 from helpers.remote import ALL, open_cache, remote
@@ -319,7 +319,7 @@ def test_size_is_read_from_a_server_that_refuses_head() -> None:
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/0.tar?sig=x"
         try:
-            assert read_version(url, RemoteSettings(tries=1, timeout_s=5)).size == 12345
+            assert read_version(url, RemoteSettings(tries=1, timeout_s=5)).bytes == 12345
         finally:
             server.shutdown()
             thread.join()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 from contextlib import closing
 from pathlib import Path
@@ -36,7 +39,9 @@ def test_index_writes_then_counts_only_what_has_changed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder) == 0
-    assert capsys.readouterr().out == f"{folder / NAME}: 3 shards, 10 samples\n"
+    assert capsys.readouterr().out == (
+        f"{folder / NAME}: 3 shards, 10 samples\nmembers: json 100%, png 100%, txt 100%\n"
+    )
     # The content changed, but neither the size nor the time: the count is kept, so the file was not read.
     path = folder / "00001.tar"
     found = path.stat()
@@ -53,6 +58,143 @@ def test_index_writes_then_counts_only_what_has_changed(
     (folder / NAME).write_text("{")
     assert run(folder) == 0
     assert load_manifest(folder).num_samples == 7
+
+
+def pairs(name: str, num: int = 8) -> list[tuple[str, bytes]]:
+    """The members of samples whose names are made by a format string."""
+    return [(f"{name.format(i)}.{kind}", b"x") for i in range(num) for kind in ("png", "txt")]
+
+
+@pytest.mark.parametrize(
+    ("members", "seen", "words"),
+    [
+        (pairs("{:05d}"), "1 shard, 8 samples\nmembers: png 100%, txt 100%\n", []),
+        (
+            pairs("{:05d}", 24)[:-1],
+            "1 shard, 24 samples\nmembers: png 100%, txt 95%\n",
+            [],
+        ),
+        (
+            pairs("22.{:02d}", 2),
+            "1 shard, 1 sample\nmembers: 00.png 100%, 00.txt 100%, 01.png 100%, 01.txt 100%\n",
+            ["0% of the samples", "after the first dot of its name, such as '00.png'", "rename"],
+        ),
+        (
+            pairs("track 2.0 ({})"),
+            "1 shard, 1 sample\nmembers: 0 (0).png 100%, 0 (0).txt 100%, 0 (1).png 100%, "
+            "0 (1).txt 100%, 0 (2).png 100%, 0 (2).txt 100%, 0 (3).png 100%, 0 (3).txt 100%\n",
+            ["0% of the samples", "such as '0 (0).png'", "rename"],
+        ),
+        (
+            pairs("{}")[::2] + pairs("{}")[1::2],
+            "1 shard, 16 samples\nmembers: png 50%, txt 50%\n",
+            ["0% of the samples", "in different samples", "next to its image"],
+        ),
+        (
+            [member for i, member in enumerate(pairs("{}")) if i % 4 != 3],
+            "1 shard, 8 samples\nmembers: png 100%, txt 50%\n",
+            ["50% of the samples", "data.image_key and data.captions"],
+        ),
+        (
+            [("0.jpg", b""), ("0.json", b"{}")],
+            "1 shard, 1 sample\nmembers: jpg 100%, json 100%\n",
+            ["0% of the samples", "(jpeg, jpg, png, webp; txt)", "data.captions"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_index_tells_the_members_that_it_saw(
+    members: list[tuple[str, bytes]],
+    seen: str,
+    words: list[str],
+    workers: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if workers and not words:
+        return
+    write_tar(tmp_path / "0.tar", members)
+    assert main(["index", str(tmp_path), f"--workers={workers}"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / NAME}: {seen}"
+    for word in words:
+        assert word in printed.err
+    assert ("warning: " in printed.err) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gzip", "compressed by gzip, but a shard must be an uncompressed tar; decompress it"),
+        ("bz2", "compressed by bzip2"),
+        ("xz", "compressed by xz"),
+        ("zstd", "compressed by zstd"),
+        ("zip", "compressed by zip"),
+        ("html", "an HTML page"),
+        ("empty", "is empty"),
+    ],
+)
+def test_shard_that_is_no_tar_is_named(
+    kind: str,
+    words: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = (folder / "00000.tar").read_bytes()
+    made = {
+        "gzip": gzip.compress(data),
+        "bz2": bz2.compress(data),
+        "xz": lzma.compress(data),
+        "zstd": b"\x28\xb5\x2f\xfd" + data,
+        "zip": b"PK\x03\x04" + data,
+        "html": b"\n<!DOCTYPE html><html><body>403 Forbidden</body></html>",
+        "empty": b"",
+    }[kind]
+    (folder / "00001.tar").write_bytes(made)
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 0, 2]
+    (record,) = caplog.records
+    assert "00001.tar cannot be read as a tar: it is " in record.getMessage()
+    assert words in record.getMessage()
+    # Without any sample, there is no manifest.
+    for path in (*folder.glob("*.json*"), folder / "00000.tar", folder / "00002.tar"):
+        path.unlink()
+    capsys.readouterr()
+    assert run(folder) == 2
+    assert "has a complete sample" in capsys.readouterr().err
+    assert not list(folder.glob("*.json*"))
+
+
+def test_skipped_shards_are_named_and_left_out(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, to = folder / "{00000..00020}.tar", tmp_path / "m.json"
+    (folder / "00001.tar").unlink()
+    assert run(shards, "--to", to, "--missing", "skip") == 0
+    names = ", ".join(f"{i:05d}.tar" for i in (1, *range(3, 12)))
+    assert f"left out missing shards (19): {names} and 9 more" in caplog.text
+    assert [shard["name"] for shard in json.loads(to.read_text())["shards"]] == [
+        "00000.tar",
+        "00002.tar",
+    ]
+    (found,) = load_sources(settings(shards, manifest=to))
+    assert found.sizes == [3, 2]
+    assert run(shards, "--to", to, "--missing", "skip", "--check") == 0
+    with pytest.raises(ValueError, match=r"does not list 00021\.tar"):
+        load_sources(settings(folder / "{00000..00021}.tar", manifest=to))
+
+
+def test_index_that_cannot_be_written_reads_no_shard(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "00000.tar").write_bytes(b"no tar")
+    for to in (tmp_path / "none" / "m.json", folder / "00000.tar" / "m.json"):
+        assert run(folder, "--to", to) == 2
+        printed = capsys.readouterr().err
+        assert f"no manifest can be written into {to.parent}: " in printed
+        assert "--to FILE" in printed
+        assert "cannot be read as a tar" not in printed
 
 
 def test_check_tells_what_has_changed_and_writes_nothing(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from braceexpand import braceexpand
 
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
@@ -18,7 +19,7 @@ from disco_ds.data import Manifest, Shard, load_sources, merge_states
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.shard_cache import ShardCache, find_limit
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.listing import find_shards, list_shards
+from disco_ds.data.sources.listing import _count_strings, find_shards, list_shards
 from disco_ds.data.sources.load import count_slots
 from helpers.remote import ALL
 from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
@@ -66,6 +67,13 @@ def test_shards_by_braces_have_names_without_secrets(
     ("text", "words"),
     [
         ("/data/{0..", "not balanced"),
+        ("/data/{0..99999999}.tar", "more than 10,000,000 shards"),
+        ("s3://b/{0000..9999}/{0000..9999}.tar", "more than 10,000,000 shards"),
+        ("/data/{{0..9999}{0..9999},{a..z}}.tar", "more than 10,000,000 shards"),
+        ("/data/{A..z}{A..z}{A..z}{A..z}{A..z}.tar", "more than 10,000,000 shards"),
+        (f"/data/{{0..1{'0' * 4000}}}.tar", "more than 10,000,000 shards"),
+        ("/data/" + "{0..9}" * 5000 + ".tar", "more than 10,000,000 shards"),
+        ("/data/" + "{" * 2000 + "a,b" + "}" * 2000, "nested too deeply"),
         ("/data/{a,a}.tar", "a.tar is named twice"),
         ("http://h/shards", "must contain braces"),
         ("pipe:aws s3 ls", "must contain braces"),
@@ -74,6 +82,32 @@ def test_shards_by_braces_have_names_without_secrets(
 def test_shards_by_braces_that_make_no_sense_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         list_shards(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.tar",
+        "{0..9}",
+        "{07..10}{a,b}",
+        "{9..0..3}",
+        "{a..g..2}",
+        "x{1,{2..4},y{a,b}{c,d}}",
+        "{x}{,}",
+        "{-2..2}",
+        "{Z..a}",
+        "{1..9..0}",
+        "{{a,b},{c,d}}{0..2}",
+        "a,b{c}d,e",
+        "{a{b,c}d}",
+    ],
+)
+def test_strings_of_braces_are_counted_as_they_are_made(text: str) -> None:
+    assert _count_strings(text) == len(list(braceexpand(text, escape=False)))
+
+
+def test_a_million_shards_by_braces_are_allowed() -> None:
+    assert len(find_shards("s3://b/{0..9}/{00000..99999}.tar", RemoteSettings()).names) == 10**6
 
 
 def test_local_braces_use_their_part_of_the_folders_manifest(

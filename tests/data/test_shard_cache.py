@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.remote.shard_cache import ShardCache, _evict
 from disco_ds.data.sources.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.remote import open_cache
@@ -217,6 +217,36 @@ def opened_by(pid: int) -> set[str]:
         with suppress(FileNotFoundError):
             found.add(os.readlink(link))
     return found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_shard_that_another_process_completes_first_is_not_fetched_again(
+    shards: Manifest, server: Server, tmp_path: Path, ahead: bool
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    path = cache._locate(0)
+    cache.open(0).close()
+    # This process looked for the file before the other one renamed its .partial file, and fetches it only now.
+    cache._fetch(0, path, ahead)
+    assert server.asked == {"/00000.tar": 1}
+    assert {found.name for found in cache.folder.iterdir()} == {".lock", path.name}
+
+
+class ReplacedPath(type(Path())):  # type: ignore[misc]
+    """A path at which another file appears as soon as the first one has been opened."""
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        file = Path(self).open(*args, **kwargs)  # noqa: SIM115 - the caller closes it
+        self.unlink()
+        Path(self).write_text("of another process")
+        return file
+
+
+def test_file_that_replaces_an_evicted_one_stays(tmp_path: Path) -> None:
+    path = ReplacedPath(tmp_path / "a.partial")
+    Path(path).write_text("old")
+    assert not _evict(path)
+    assert Path(path).read_text() == "of another process"
 
 
 def test_fetch_that_is_killed_leaves_no_trace(

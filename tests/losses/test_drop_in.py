@@ -229,6 +229,17 @@ def test_scale_that_is_still_a_logarithm_is_warned_of() -> None:
         ClipLoss()(**model(image, text) | {"logit_scale": model.logit_scale})
 
 
+def test_scale_and_bias_may_be_numbers_and_features_must_be_tensors() -> None:
+    image, text = (F.normalize(torch.randn(4, 8), dim=1) for _ in range(2))
+    for loss in (ClipLoss(), SigLipLoss()):
+        expected = loss(image, text, torch.tensor(14.3), torch.tensor(-3.0))
+        assert loss(image, text, 14.3, -3.0) == expected
+        with pytest.raises(ValueError, match=r"text_features must be a tensor, got a numpy"):
+            loss(image, text.numpy(), torch.tensor(14.3))
+        with pytest.raises(ValueError, match="have no rows"):
+            loss(image[:0], text[:0], torch.tensor(14.3))
+
+
 def test_unknown_option_is_named() -> None:
     with pytest.raises(ValueError, match="has no option locl_loss"):
         ClipLoss(locl_loss=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -300,6 +301,10 @@ def test_duplicate_registration_is_refused():
         ({"text": torch.ones(3, 5)}, "of the same shape"),
         ({"text": torch.ones(4, 5, dtype=torch.float64)}, "floating dtype"),
         ({"scale": torch.tensor(1.0)}, r"scale must have shape \[1\]"),
+        ({"scale": 14.3}, r"scale must be a tensor, got a builtins\.float"),
+        ({"bias": 0.0}, r"bias must be a tensor, got a builtins\.float"),
+        ({"image": np.ones((4, 5))}, r"image must be a tensor, got a numpy\.ndarray"),
+        ({"image": torch.ones(0, 5), "text": torch.ones(0, 5)}, "image and text have no rows"),
         ({"index": torch.zeros(3, dtype=torch.int64)}, "index must be"),
     ],
 )

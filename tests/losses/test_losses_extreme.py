@@ -14,7 +14,7 @@ from disco_ds.losses import Embeddings, blocks, build_loss
 from disco_ds.plan.towers import Allocations
 from helpers.all_losses import TILED, evaluate
 from helpers.dist import run_ranks
-from helpers.oracle import errors, features, infonce
+from helpers.oracle import errors, features, grouped, infonce, naive
 from helpers.tool import load_tool
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
@@ -63,6 +63,41 @@ def extreme_cases() -> list[str]:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_extreme_logits_give_the_right_gradient(size):
     for failures in run_ranks(extreme_cases, size):
+        assert not failures, "\n".join(failures)
+
+
+def unusual_scales() -> list[str]:
+    failures = []
+    group_id = torch.arange(48) // 3
+    for dtype, limit in LIMIT.items():
+        image, text = features(48, 24, dtype)
+        for scale in (0.0, -1e-20, -0.01, -14.3, -300.0):
+            true = naive(image.double(), text.double(), scale)
+            for name, options in (*TILED, ("disco_fused", {"store": True})):
+                wrong = errors(
+                    evaluate(name, options, image, text, scale), true, max(abs(scale), 1.0)
+                )
+                if not max(wrong.values()) <= limit:
+                    failures.append(f"{name} {options} scale {scale} {dtype}: {wrong}")
+    own = slice(comm.rank() * 48 // comm.size(), (comm.rank() + 1) * 48 // comm.size())
+    image, text = features(48, 24, torch.float64)
+    for same_group in ("positives", "ignored"):
+        groups = grouped(image, text, -14.3, group_id, same_group)
+        for name, options in TILED:
+            I, T = (x[own].clone().requires_grad_() for x in (image, text))  # noqa: E741
+            loss = build_loss(name, same_group=same_group, **options)
+            s = torch.tensor([-14.3], dtype=torch.float64)
+            loss(Embeddings(I, T, s, group_id=group_id[own])).loss.backward()
+            for found, right in ((I.grad, groups.dI), (T.grad, groups.dT)):
+                error = (found / comm.size() - right[own]).norm() / right.norm()
+                if not error <= 1e-9:
+                    failures.append(f"{name} {same_group}: {error}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_finite_scale_gives_the_right_loss_and_gradient(size):
+    for failures in run_ranks(unusual_scales, size):
         assert not failures, "\n".join(failures)
 
 

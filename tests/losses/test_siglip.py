@@ -43,7 +43,7 @@ def cases() -> list[str]:
     for b, D, scale, bias, dtype in [
         (b, D, s, beta, dtype)
         for b, D in ((33, 192), (100, 64))
-        for s, beta in ((10.0, -10.0), (118.0, -13.0), (1.0, 0.5))
+        for s, beta in ((10.0, -10.0), (118.0, -13.0), (1.0, 0.5), (0.0, 0.5))
         for dtype in LIMIT
     ]:
         for kind in ("random", "aligned", "repeated"):
@@ -69,7 +69,7 @@ def cases() -> list[str]:
                     if mine is None:
                         continue
                     error = (mine.double() / factor - right).norm() / max(
-                        right.norm().item(), N * scale / (N * b)
+                        right.norm().item(), max(abs(scale), 1.0) / b
                     )
                     limit = 1e-6 if name == "L" else LIMIT[dtype]  # metrics are fp32
                     if not error <= limit:
@@ -83,6 +83,16 @@ def cases() -> list[str]:
 def test_siglip_equals_the_oracle(size):
     for failures in run_ranks(cases, size):
         assert not failures, "\n".join(failures)
+
+
+def test_siglip_at_large_logits_is_finite():
+    image, text = features(8, 16, torch.float64)
+    out = build_loss("siglip")(
+        Embeddings(image, -text, torch.tensor([1e4]), torch.tensor([-10.0], dtype=torch.float64))
+    )
+    z = -1e4 * image @ text.T - 10
+    y = 2 * torch.eye(8, dtype=torch.float64) - 1
+    assert out.loss.item() == pytest.approx((-y * z).clamp(min=0).sum().item() / 8, rel=1e-6)
 
 
 def test_siglip_needs_a_bias_and_starts_where_negatives_weigh_as_much_as_the_pair():

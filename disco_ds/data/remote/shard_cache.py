@@ -150,6 +150,10 @@ class ShardCache:
             if not _is_at(file, partial):
                 # Another process completed the shard after this one opened the .partial file.
                 return
+            if path.exists():
+                # Another process completed the shard before this one created the .partial file.
+                partial.unlink()
+                return
             try:
                 file.truncate(0)
                 os.fchmod(file.fileno(), _PREFETCHED if ahead else _OPENED)
@@ -280,7 +284,8 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 def _evict(path: Path) -> bool:
     """Remove a file unless a process has locked it. Return whether it was removed."""
     with suppress(OSError), path.open("rb") as file:
-        if _try_lock(file):
+        # Before it was locked, the file may have been renamed or removed, and another one created at its path.
+        if _try_lock(file) and _is_at(file, path):
             path.unlink()
             return True
     return False

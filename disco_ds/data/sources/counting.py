@@ -9,25 +9,99 @@ import logging
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.data import RemoteSettings
-from disco_ds.data.images.broken import CacheFullError, DataError
+from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.data.images.broken import CacheFullError, DataError, printable
+from disco_ds.data.images.decode import list_fields
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.sources.listing import Listing, list_folder
 from disco_ds.data.sources.manifest import Manifest, Shard, some
 from disco_ds.data.sources.published_counts import Found, find_counts
 from disco_ds.data.sources.tar import TarIndex, has_data_after_end
+from disco_ds.names import plural
 
 _SAVE_S = 10.0
+_DEFAULTS = DataSettings.model_fields
+_IMAGES = set(_DEFAULTS["image_key"].default.split(";"))
+_CAPTIONS = {name for text in _DEFAULTS["captions"].default for name in list_fields(text)}
+_MAX_EXTENSIONS = 64
+"""Maximum number of extensions of a shard that are counted, because each member of a shard may have another one."""
+_MIN_COMPLETE = 0.9
+"""Warn if a smaller fraction of the samples has an image and a caption."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Contents:
+    """The members of the samples of some shards."""
+
+    num_samples: int = 0
+    num_complete: int = 0
+    """Number of samples with an image and a caption under the default keys of the settings."""
+    extensions: Counter[str] = field(default_factory=Counter)
+    """Number of samples with each extension."""
+
+    @classmethod
+    def of(cls, index: TarIndex) -> Contents:
+        """Return the contents of one shard."""
+        samples = [{name for name, _, _ in index.members(entry)} for entry in range(len(index))]
+        extensions = Counter(chain.from_iterable(samples)).most_common(_MAX_EXTENSIONS)
+        num_complete = sum(bool(found & _IMAGES and found & _CAPTIONS) for found in samples)
+        return cls(len(samples), num_complete, Counter(dict(extensions)))
+
+    def add(self, other: Contents) -> None:
+        """Add the contents of other shards."""
+        self.num_samples += other.num_samples
+        self.num_complete += other.num_complete
+        self.extensions.update(other.extensions)
+
+    def describe(self) -> str:
+        """Return one line with the most frequent extensions and the share of samples that have them."""
+        ordered = sorted(self.extensions.items(), key=lambda pair: (-pair[1], pair[0]))
+        shares = [
+            f"{printable(name, 40)} {100 * count // self.num_samples}%"
+            for name, count in ordered[:8]
+        ]
+        return f"members: {', '.join(shares)}"
+
+    def find_problem(self) -> str | None:
+        """Return a warning, with a remedy, if many samples lack an image or a caption."""
+        if self.num_complete >= _MIN_COMPLETE * self.num_samples:
+            return None
+        wanted = _IMAGES | _CAPTIONS
+        remedy = "add the missing members, or set data.image_key and data.captions to the members that the samples have"
+        dotted = sorted(
+            name for name in self.extensions if name.rpartition(".")[2] in wanted - {name}
+        )
+        images = max(self.extensions[name] for name in _IMAGES)
+        captions = max(self.extensions[name] for name in _CAPTIONS)
+        if dotted:
+            remedy = (
+                f"the extension of a member is everything after the first dot of its name, such as "
+                f"{printable(dotted[0], 40)!r}, and members with the same name before that dot become one sample; "
+                "rename the members, with _ in place of all other dots"
+            )
+        elif min(images, captions) > self.num_complete:
+            remedy = (
+                "many images and captions are in different samples; members form a sample if they have the same name "
+                "and follow each other, so write the shards again with each caption next to its image"
+            )
+        share = 100 * self.num_complete // self.num_samples
+        return (
+            f"{share}% of the samples have an image and a caption under the default keys "
+            f"({', '.join(sorted(_IMAGES))}; {', '.join(sorted(_CAPTIONS))}): {remedy}"
+        )
 
 
 def index_shards(
@@ -39,6 +113,7 @@ def index_shards(
     published: bool = True,
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
+    contents: Contents | None = None,
 ) -> Manifest:
     """Count the samples of every .tar in a folder, or of the listed shards.
 
@@ -52,8 +127,9 @@ def index_shards(
         known: Shards of an earlier manifest. They are not counted again, unless they have 0 samples or another version.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
-        skip_missing: Record that missing shards have 0 samples, so that a run leaves them out.
+        skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
+        contents: Receives what the shards that are read contain.
 
     Returns:
         The manifest, sorted by name.
@@ -66,19 +142,20 @@ def index_shards(
     before = {shard.name: shard for shard in known}
     shards: dict[str, Shard] = {}
     failed: dict[str, Exception] = {}
+    missing: list[str] = []
     saved_at = time.monotonic()
     try:
         for name, result in _count_all(
-            listing, before, workers, remote or RemoteSettings(), published
+            listing, before, workers, remote or RemoteSettings(), published, contents or Contents()
         ):
             if isinstance(result, Shard):
                 shards[name] = result
             elif isinstance(result, FileNotFoundError) and skip_missing:
-                shards[name] = Shard(name, samples=0, bytes=0)
+                missing.append(name)
             else:
                 failed[name] = result
             if progress is not None:
-                progress(len(shards) + len(failed))
+                progress(len(shards) + len(failed) + len(missing))
             if save is not None and time.monotonic() > saved_at + _SAVE_S:
                 save(_collect(listing, before | shards))
                 saved_at = time.monotonic()
@@ -86,8 +163,10 @@ def index_shards(
         if save is not None and shards:
             save(_collect(listing, before | shards))
     if failed:
-        raise ValueError(f"{_describe_failures(failed)} ({len(shards):,} shards were counted)")
-    return _collect(listing, shards)
+        raise ValueError(f"{_describe_failures(failed)} (counted: {plural(len(shards), 'shard')})")
+    if missing:
+        logger.warning("left out missing shards (%d): %s", len(missing), some(missing, 10))
+    return replace(_collect(listing, shards), missing=tuple(sorted(missing)))
 
 
 def _count_all(
@@ -96,6 +175,7 @@ def _count_all(
     workers: int,
     remote: RemoteSettings,
     published: bool,
+    contents: Contents,
 ) -> Iterator[tuple[str, Shard | Exception]]:
     """Count shards. See index_shards.
 
@@ -115,9 +195,10 @@ def _count_all(
     context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
     with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
         results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
-        for (found, _), (result, problem) in zip(tasks, results, strict=True):
+        for (found, _), (result, problem, of_shard) in zip(tasks, results, strict=True):
+            contents.add(of_shard)
             if problem and isinstance(result, Shard):
-                samples = f"{result.samples:,} samples"
+                samples = plural(result.samples, "sample")
                 logger.warning("%s %s; counted %s", found.name, problem, samples)
             yield found.name, result
 
@@ -152,7 +233,9 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
     """
     before, after = (
         {
-            shard.name: f"{shard.samples:,} samples ({shard.bytes:,} bytes{f', {shard.tag}' if tags else ''})"
+            shard.name: (
+                f"{plural(shard.samples, 'sample')} ({shard.bytes:,} bytes{f', {shard.tag}' if tags else ''})"
+            )
             for shard in shards
         }
         for shards in (old, new)
@@ -166,7 +249,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
 
 def _count(
     folder: Path, remote: RemoteSettings, task: tuple[Found, str | None]
-) -> tuple[Shard | Exception, str | None]:
+) -> tuple[Shard | Exception, str | None, Contents]:
     """Read one shard and count its samples.
 
     Args:
@@ -175,8 +258,8 @@ def _count(
         task: The shard, and its URL if it is remote.
 
     Returns:
-        A pair: the counted shard, or the error if it cannot be read; and a problem to warn about, such as a truncated
-        tar, or None.
+        The counted shard, or the error if it cannot be read; a problem to warn about, such as a truncated tar, or
+        None; and what the shard contains.
     """
     found, url = task
     try:
@@ -184,15 +267,17 @@ def _count(
             index, size = TarIndex(file), os.fstat(file.fileno()).st_size
             problem = None
             if index.truncated is not None:
-                problem = f"is truncated: {index.truncated}"
+                state = "is truncated" if len(index) else "cannot be read as a tar"
+                problem = f"{state}: {index.truncated}"
             elif has_data_after_end(file, index):
                 problem = (
                     f"has data after its end mark at byte {index.end:,}, because a header was lost or tars were "
                     "concatenated; the data is ignored, so write the shard again"
                 )
     except (DataError, OSError) as error:
-        return error, None
-    return Shard(found.name, len(index), size, found.version.tag), problem
+        return error, None, Contents()
+    shard = Shard(found.name, len(index), size, found.version.tag)
+    return shard, problem, Contents.of(index)
 
 
 def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -> Any:

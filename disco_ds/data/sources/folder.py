@@ -12,7 +12,7 @@ from pathlib import Path
 from disco_ds.data.images.broken import read_regular
 from disco_ds.data.sources.base import Source
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 
 
 class ImageFolder(Source):

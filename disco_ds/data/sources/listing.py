@@ -21,18 +21,22 @@ from glob import glob
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from braceexpand import braceexpand
+from braceexpand import alphabet, braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.config.text_file import read_text
 from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
+from disco_ds.names import shorten
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.-?(\d+))?")
+"""Matches a range in braces, such as 000..099, a..f or 0..90..10."""
+_MAX_SHARDS = 10_000_000
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
 """Matches what follows a shard's name in a URL or command: a query, which may be a signature, or other arguments."""
 _END = re.compile(r"[?#].*")
@@ -176,7 +180,7 @@ def _match_local(text: str) -> Listing:
     text = os.path.expanduser(text)
     first = min(text.find(mark) for mark in "*{" if mark in text)
     folder = text[: text.rfind("/", 0, first) + 1]
-    paths = {path for pattern in braceexpand(text, escape=False) for path in glob(pattern)}
+    paths = {path for pattern in _expand(text, text) for path in glob(pattern)}
     if not paths:
         raise ValueError(f"no file matches {text}")
     return _make_listing(paths, folder)
@@ -246,11 +250,55 @@ def list_shards(text: str) -> Listing:
     if in_query:
         marks += "?&="
     start = text[: max(map(head.rfind, marks)) + 1]
+    return _make_listing(_expand(text, _find_name(text, start)), start)
+
+
+def _expand(text: str, name: str) -> list[str]:
+    """Return the strings that a pattern with braces stands for.
+
+    Args:
+        text: The pattern.
+        name: What to call it in messages.
+
+    Raises:
+        ValueError: If a brace is missing, or if there are too many strings.
+    """
+    if _count_strings(text) > _MAX_SHARDS:
+        raise ValueError(
+            f"the braces stand for more than {_MAX_SHARDS:,} shards; check their ranges"
+        )
     try:
-        places = list(braceexpand(text, escape=False))
-    except ValueError:
-        raise ValueError(f"the braces in {_find_name(text, start)} are not balanced") from None
-    return _make_listing(places, start)
+        return list(braceexpand(text, escape=False))
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"the braces in {shorten(name)} are not balanced, or are nested too deeply"
+        ) from None
+
+
+def _count_strings(text: str) -> int:
+    """Count the strings that a pattern with braces stands for, without making them."""
+    # For each open brace: where its content begins, the number of strings of the complete alternatives, and that of
+    # the current alternative.
+    starts, totals, products = [0], [0], [1]
+    for place, character in enumerate(text):
+        if character == "{":
+            starts.append(place + 1)
+            totals.append(0)
+            products.append(1)
+        elif character == "," and len(starts) > 1:
+            totals[-1] += products[-1]
+            products[-1] = 1
+        elif character == "}" and len(starts) > 1:
+            count = totals.pop() + products.pop()
+            if found := _RANGE.fullmatch(text[starts.pop() : place]):
+                first, last, step = found.groups()
+                count = abs(_to_number(last) - _to_number(first)) // (int(step or 1) or 1) + 1
+            products[-1] *= count
+    return products[0]
+
+
+def _to_number(end: str) -> int:
+    return alphabet.index(end) if end.isalpha() else int(end)
 
 
 def resolve_shards(text: str) -> Path:

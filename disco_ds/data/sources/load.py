@@ -18,7 +18,7 @@ from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
-from disco_ds.names import load_custom
+from disco_ds.names import load_custom, plural
 
 
 def load_sources(settings: DataSettings) -> list[Source]:
@@ -109,7 +109,7 @@ def count_slots(
     if slots is None:
         candidates = [num for num in SLOTS if num <= len(sizes)]
         fitting = (num for num in candidates if fits_default(settings, sources, num))
-        slots, origin = saved or next(fitting, 1), f"the default for {len(sizes)} shards"
+        slots, origin = saved or next(fitting, 1), f"the default for {plural(len(sizes), 'shard')}"
     if slots > num_units:
         raise ValueError(
             f"data.slots is {slots}, but the data set has only {num_units} {unit} and every slot needs one; "

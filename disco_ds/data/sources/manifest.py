@@ -24,6 +24,7 @@ from disco_ds.data.remote.stores import Version
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.listing import NAME, Listing, list_folder
 from disco_ds.data.sources.tar import TarReader
+from disco_ds.names import plural
 
 _NUM_NAMED = 5
 """Maximum number of shards that a message lists by name."""
@@ -37,7 +38,7 @@ class Shard(NamedTuple):
 
     name: str
     samples: int
-    """0 if the shard was missing, or with data.index=none."""
+    """0 with data.index=none, or if the shard has no complete sample."""
     bytes: int
     """Size in bytes; 0 if unknown."""
     tag: str = ""
@@ -54,6 +55,8 @@ class Manifest(Source):
     """URLs of remote shards; empty if the shards are in the folder."""
     remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
     """How remote shards are fetched."""
+    missing: tuple[str, ...] = field(default=(), compare=False)
+    """Shards that did not exist when the others were counted. They are left out."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -97,7 +100,8 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
     """Write a manifest atomically, by default to manifest.json in its folder, and return the path of the file."""
     path = path or manifest.folder / NAME
     shards = [shard._asdict() for shard in manifest.shards]
-    write_text(path, json.dumps({"version": 1, "shards": shards}, indent=1) + "\n")
+    tree = {"version": 1, "shards": shards, "missing": manifest.missing}
+    write_text(path, json.dumps(tree, indent=1) + "\n")
     return path
 
 
@@ -120,6 +124,11 @@ def read_manifest(path: Path) -> dict[str, Shard]:
             f"{path} is not a manifest ({type(error).__name__}: {error}); write it with disco-ds index"
         ) from None
     return {shard.name: shard for shard in shards}
+
+
+def _read_missing(path: Path) -> set[str]:
+    """Return the names of the shards that did not exist when the manifest was written."""
+    return set(json.loads(path.read_text(encoding="utf-8")).get("missing", ()))
 
 
 def load_manifest(
@@ -155,20 +164,22 @@ def load_manifest(
         raise ValueError(
             f"{path} lists missing shards: {some(gone)}; restore them, or index the shards again: {command}"
         )
-    if uncounted := names - known.keys():
+    uncounted = names - known.keys()
+    if uncounted and (uncounted := uncounted - _read_missing(path)):
         raise ValueError(f"{path} does not list {some(uncounted)}; index the shards: {command}")
-    shards = tuple(known[name] for name in listing.names)
-    urls = tuple(listing.urls.values())
+    found = [name for name in listing.names if name in known]
+    shards = tuple(known[name] for name in found)
+    urls = tuple(listing.urls[name] for name in found if listing.urls)
     manifest = Manifest(folder, shards, urls, remote or RemoteSettings())
     if not manifest.num_samples:
         raise ValueError(f"the shards of {path} contain no complete sample")
     if changed := find_changed(manifest):
         logger.warning(
-            "%s: %d of %d shards changed in size since they were counted: %s; disco-ds index --check shows whether the "
+            "%s: %d of %s changed in size since they were counted: %s; disco-ds index --check shows whether the "
             "counts are still correct",
             folder,
             len(changed),
-            len(names),
+            plural(len(names), "shard"),
             some(changed),
         )
     return manifest
@@ -178,22 +189,18 @@ def find_changed(manifest: Manifest) -> list[str]:
     """Return the names of the local shards whose size has changed since they were counted.
 
     Raises:
-        FileNotFoundError: If a shard that existed when it was counted no longer exists.
+        FileNotFoundError: If a shard no longer exists.
     """
-
-    def has_changed(shard: Shard) -> bool:
-        try:
-            return os.stat(manifest.folder / shard.name).st_size != shard.bytes
-        except FileNotFoundError:
-            if not shard.bytes:
-                return False
-            raise
-
-    return [] if manifest.urls else [shard.name for shard in manifest.shards if has_changed(shard)]
+    if manifest.urls:
+        return []
+    folder = manifest.folder
+    return [
+        each.name for each in manifest.shards if os.stat(folder / each.name).st_size != each.bytes
+    ]
 
 
-def some(names: Collection[str]) -> str:
+def some(names: Collection[str], most: int = _NUM_NAMED) -> str:
     """Return the first few names, and how many more there are."""
     ordered = sorted(names)
-    rest = len(ordered) - _NUM_NAMED
-    return ", ".join(ordered[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(ordered) - most
+    return ", ".join(ordered[:most]) + (f" and {rest} more" if rest > 0 else "")

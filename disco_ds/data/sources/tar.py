@@ -42,6 +42,14 @@ _MAX_READ_AHEAD = 2 * 2**30
 _BLOCK = 2**20
 _SPARSE = -2
 """Recorded as the size of a sparse member, whose data are not consecutive bytes of the tar."""
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
+}
+"""First bytes of compressed files, with the program and the command that decompresses them."""
 
 
 class TarIndex:
@@ -66,6 +74,8 @@ class TarIndex:
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
+            if not self._headers and (kind := _find_kind(file)):
+                self.truncated = f"it is {kind}"
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -101,6 +111,20 @@ class TarIndex:
             self._sizes.append(_SPARSE if member.issparse() else size)
         if key is not None:
             self._starts.append(len(self._offsets))
+
+
+def _find_kind(file: BinaryIO) -> str | None:
+    """Return what a file is that is not a tar, and the remedy; None if unknown."""
+    file.seek(0)
+    start = file.read(512)
+    for signature, (name, command) in _COMPRESSED.items():
+        if start.startswith(signature):
+            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it with {command}"
+    if not start:
+        return "empty; write it again"
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "an HTML page, probably an error page of a server; download the shard again"
+    return None
 
 
 def split_name(path: str) -> tuple[str, str] | None:
