@@ -17,7 +17,14 @@ from torch import nn
 
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, has_fast_kernel
 from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import CutText, PackedText, can_pack, is_causal, packs
+from disco_ds.models.fast.texts import (
+    CutText,
+    PackedText,
+    can_pack,
+    can_run_packed,
+    is_causal,
+    packs,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -50,11 +57,19 @@ def replace_parts(model: Any) -> None:
         model.text = _adopt(CutText, text)
 
 
-def describe_parts(model: Any, device: torch.device) -> list[str]:
-    """Return which parts of the model are replaced, in words for the log."""
+def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]:
+    """Return which parts of the model are replaced, in words for the log.
+
+    Args:
+        model: The model.
+        device: The device that it will run on.
+        is_half: Whether its matrix products are in 16 bits.
+    """
     text = getattr(model, "text", model)
     found = []
-    if packs(text):
+    if packs(text) and not can_run_packed(text.attn_mask.shape[0], device, is_half):
+        found.append("padded texts (no kernel for this GPU, precision and context length)")
+    elif packs(text):
         found.append("packed texts")
     elif isinstance(text, CutText):
         found.append("texts cut to the longest one")
@@ -67,7 +82,7 @@ def describe_parts(model: Any, device: torch.device) -> list[str]:
         found.append("matrix patches")
     if Block in kinds:
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))
-        triton = has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
+        triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
         found.append(f"image attention by {'Triton' if triton else 'torch'}")
     return found
 

@@ -70,16 +70,18 @@ def packs(tower: Any) -> bool:
 
 
 def runs_packed(tower: Any, text: Tensor) -> bool:
-    """Return whether the tower runs on packed tokens in the current precision, on the device of `text`.
-
-    On a GPU, only the Triton kernels make it worth it. They take 16-bit values and short texts.
-    """
-    if not text.is_cuda:
-        return True
+    """Return whether the tower runs on packed tokens in the current precision, on the device of `text`."""
     dtype = tower.transformer.get_cast_dtype()
-    if torch.is_autocast_enabled("cuda"):
+    if text.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    return text.shape[1] <= MAX_ROWS and dtype in HALVES and has_kernel(text.device)
+    return can_run_packed(text.shape[1], text.device, dtype in HALVES)
+
+
+def can_run_packed(context: int, device: torch.device, is_half: bool) -> bool:
+    """Return whether packed texts are fast. On a GPU, only the Triton kernels make them so."""
+    if device.type != "cuda":
+        return True
+    return is_half and context <= MAX_ROWS and has_kernel(device)
 
 
 def can_pack(tower: Any) -> bool:
