@@ -3,7 +3,7 @@
     python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
 
-    python tools/bench_step.py --model tools/text_tower.json --towers auto open_clip --captions 5-11 --losses disco_fused
+    python tools/bench_step.py --model tools/text_tower.json --towers auto open_clip --captions 5-11
 
 A method is a loss with or without GradAccum, with our towers or open_clip's. Each method runs whole optimizer steps on
 random data. The methods take
