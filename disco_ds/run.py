@@ -168,7 +168,7 @@ def train_session(
         )
         if is_finished:
             return folder
-        # Steps have been trained, so a stage that cannot be built has met a fault, which a restart may get past.
+        # A stage has been trained, so if the next one cannot be built, the cause is a fault, and a restart may help.
         resume, allow_change, refusal = str(folder), (), StopError
         # The engine contains reference cycles, so only the garbage collector frees its memory.
         gc.collect()
