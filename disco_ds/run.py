@@ -102,12 +102,13 @@ def run_training(
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
         RendezvousError: If the ranks cannot connect to each other.
-        StopError: If data cannot be read, if the ranks are at different steps, if a stage after the first cannot be
-            built or, on a single rank, if the loss breaks its contract.
+        StopError: If data cannot be read, if the ranks are at different steps, if captions with different tokens have
+            equal features, if a stage after the first cannot be built or, on a single rank, if the loss breaks its
+            contract.
         LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
             ranks are then ended.
         FloatingPointError: If the loss or the gradient is not finite in more than config.skip_nonfinite
-            batches in a row.
+            batches in a row, or if fp16 skips all updates.
         AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
         AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
         OutOfMemory: Only on a rank that runs out of memory. On the first such rank of each host, the message

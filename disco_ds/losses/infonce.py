@@ -158,7 +158,7 @@ def _gradients(
     columns = cross.own
     scales = scale.expand(2, len(x))
     turned = rows, columns
-    # No shift fits a negative scale, so its gradients are always computed without a shift in the end.
+    # A shift never fits a negative scale, so the gradients that are used are computed without one.
     if shift is None:
         scales = scales.abs()
         turned = _turn(scale, rows), _turn(scale, columns)

@@ -252,7 +252,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error)).split("\n")[0]
         raise ValueError(
             f"{path} contains more than tensors, or is damaged. If you trust its author, read it with "
-            f"torch.load(..., weights_only=False) and torch.save only the state_dict in a new file. {reason}"
+            f"torch.load(..., weights_only=False) and write only its state_dict to a new file with torch.save. {reason}"
         ) from None
     removed = []
     while isinstance(content, dict) and (
@@ -302,7 +302,7 @@ def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
     if len(old) != len(new):
         logger.warning(
             "the weights have %d text positions, the model has %d (text_cfg.context_length): positions keep their "
-            "numbers, and the last ones are cut or start at random",
+            "numbers, and those at the end are cut or initialized randomly",
             len(old),
             len(new),
         )
