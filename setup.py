@@ -36,6 +36,7 @@ setup(
     },
     install_requires=[
         "torch>=2.10",
+        "annotated-types",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
         "open_clip_torch>=3.3,<5",
@@ -69,6 +70,7 @@ setup(
             "pyarrow",
             "scikit-learn",
             "tokenizers",
+            "threadpoolctl",
         ],
         "emoji": ["resvg-py"],
         "probes": ["scikit-learn"],

@@ -102,12 +102,13 @@ def run_training(
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
         RendezvousError: If the ranks cannot connect to each other.
-        StopError: If data cannot be read, if the ranks are at different steps, if a stage after the first cannot be
-            built or, on a single rank, if the loss breaks its contract.
+        StopError: If data cannot be read, if the ranks are at different steps, if captions with different tokens have
+            equal features, if a stage after the first cannot be built or, on a single rank, if the loss breaks its
+            contract.
         LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
             ranks are then ended.
         FloatingPointError: If the loss or the gradient is not finite in more than config.skip_nonfinite
-            batches in a row.
+            batches in a row, or if fp16 skips all updates.
         AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
         AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
         OutOfMemory: Only on a rank that runs out of memory. On the first such rank of each host, the message
@@ -168,7 +169,7 @@ def train_session(
         )
         if is_finished:
             return folder
-        # Steps have been trained, so a stage that cannot be built has met a fault, which a restart may get past.
+        # A stage has been trained, so if the next one cannot be built, the cause is a fault, and a restart may help.
         resume, allow_change, refusal = str(folder), (), StopError
         # The engine contains reference cycles, so only the garbage collector frees its memory.
         gc.collect()

@@ -2,12 +2,11 @@
 
     python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
+    python tools/bench_step.py --model text.json --towers auto open_clip --captions 5-11 --losses disco_fused
 
-    python tools/bench_step.py --model tools/text_tower.json --towers auto open_clip --captions 5-11
-
-A method is a loss with or without GradAccum, with our towers or open_clip's. Each method runs whole optimizer steps on
-random data. The methods take
-turns, and the results are medians over the steps. A step has three phases (grad_accum.py):
+A method is a loss with or without GradAccum, with the faster towers or open_clip's. Each method runs whole optimizer
+steps on random data. The methods take turns, and the results are medians over the steps. A step has three phases
+(grad_accum.py):
   forward               the forward passes of the towers
   loss                  forward and backward of the loss, including its collectives
   backward and update   the backward passes of the towers, the forward passes that GradAccum repeats, the reduction of
@@ -72,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--captions",
         default="full",
-        help="numbers of tokens: full, mean19 (as of alt texts), or a range such as 5-11",
+        help="numbers of tokens per caption: full, mean19 (like alt texts), or a range such as 5-11",
     )
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()

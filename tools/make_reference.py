@@ -129,7 +129,7 @@ def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, s
 
 
 def describe_type(field: FieldInfo) -> str:
-    """Describe the type of a setting and the bounds of its values, except the one that all counts have."""
+    """Describe the type of a setting and the bounds of its values, except MAX_COUNT, which all counts have."""
     # In `PositiveCount | None`, the bounds are in the metadata of PositiveCount. The field itself has none.
     inner = [
         part for each in get_args(field.annotation) for part in getattr(each, "__metadata__", ())

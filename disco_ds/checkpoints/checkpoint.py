@@ -291,7 +291,7 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
     saved = Saved(path, meta)
     names = sorted(meta["files"])
     mine = names[comm.rank() :: comm.size()]
-    # The checksum of a large file on a slow disk may take longer than the collectives' timeout.
+    # Computing the checksum of a large file on a slow disk may take longer than the timeout of collectives.
     jobs.run(what, lambda: saved.verify(mine), DamagedError)
     saved.verified.update(names)
     return saved

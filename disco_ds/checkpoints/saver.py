@@ -79,7 +79,7 @@ class Saver:
         """Start to save a checkpoint in the background. If it is the last one of the run, wait for it. Collective.
 
         If a save fails (for example because the disk is full), training continues and the next due
-        save tries again. If this step is saved already, as after a skipped batch, nothing is written.
+        save tries again. If this step has been saved already, for example before a batch was skipped, do nothing.
 
         Raises:
             comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.

@@ -28,9 +28,9 @@ from disco_ds.models.clip import read_preprocessing, unit_rows
 logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-5
 _USER_TOLERANCE = 1e-4
-"""Largest difference between unit features if transformers prepares the inputs."""
+"""Maximum difference between unit features when transformers prepares the inputs."""
 _PIPELINE_TOLERANCE = 1e-3
-"""Largest difference between scores of transformers' pipeline and ours."""
+"""Maximum difference between the scores of transformers' zero-shot pipeline and those of the original model."""
 _PIPELINE_LENGTH = 64
 """Number of tokens to which transformers' zero-shot pipeline pads texts for SigLIP."""
 _TEXTS = ["a photo of a cat", "Two_Dogs:  it's (3) o'clock!"]
@@ -127,9 +127,10 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
 
 @torch.no_grad()
 def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
-    """Check that pictures and texts have the same features and scores if transformers prepares them.
+    """Check that images and texts get the same features and scores when transformers prepares them.
 
-    The processor, the tokenizer and the pipeline are used as a user would use them, with all their outputs.
+    The image processor, the tokenizer and the pipeline are called as a user would call them, and all of their outputs
+    are passed to the model.
 
     Args:
         converted: What `convert` returned, in fp32.
@@ -137,7 +138,7 @@ def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
         tokenizer: Tokenizer of `model`.
 
     Raises:
-        ValueError: If the features or scores differ, or see `write_processor`.
+        ValueError: If the features or the scores differ. See also `write_processor`.
     """
     transformers = _import_transformers()
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +193,7 @@ def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
 def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
     if isinstance(tokenizer, HFTokenizer):
         converted = copy.deepcopy(tokenizer.tokenizer)
-        # Without an attention mask, as in open_clip. SigLIP attends to padding.
+        # Return no attention mask, as in open_clip, because SigLIP attends to padding.
         converted.model_input_names = ["input_ids"]
         if tokenizer.clean_fn is get_clean_fn("canonicalize"):
             converted = _canonicalize(transformers, converted)

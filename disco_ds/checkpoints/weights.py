@@ -77,7 +77,7 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         try:
             return _read_checkpoint(latest, ema)
         except Exception:
-            # If the run is still training, it may have replaced the checkpoint by a newer one in the meantime.
+            # A run that is still training may have replaced the checkpoint with a newer one in the meantime.
             if latest.is_dir():
                 raise
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
@@ -101,7 +101,7 @@ def build_from(weights: Weights) -> nn.Module:
     bias = weights.architecture.get("init_logit_bias")
     model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
     tensors = dict(weights.tensors)
-    # Modules may share a parameter, and only its first name has the average of the weights.
+    # If modules share a parameter, the averaged weights contain it only under its first name.
     first: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(parameter, name) in tensors:

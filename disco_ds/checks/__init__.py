@@ -2,7 +2,7 @@
 
 versions.py       installed packages
 recipe_checks.py  settings, loss, model, kernels and data, on this host
-samples.py        some samples as the model gets them, on this host
+samples.py        a few samples, as the model gets them, on this host
 hosts.py          runs folder, GPUs, and whether all hosts have the same software
 ranks.py          settings and one training step, on all ranks
 """

@@ -1,4 +1,4 @@
-"""Check some samples as the model gets them: whether they can be read, and what their captions and images are like."""
+"""Check a few samples, as the model gets them: whether they can be read, and how their captions and images look."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessin
 _NUM_READ = 32
 """Number of samples read from each of three shards: the first, the middle and the last."""
 _NUM_SHOWN = 24
+"""Number of samples that are drawn, and whose captions are encoded."""
 _MIN_SAMPLES = 8
-"""Captions and images are not judged by fewer samples than this."""
+"""The doctor does not warn about captions and images if it has read fewer samples than this."""
 _FIFTH = 0.2
-"""The doctor warns about this fraction of captions that are cut or of images with one color."""
+"""The doctor warns if this fraction of the captions is cut, or if this fraction of the images has a single color."""
 _ONE_COLOR = 4
-"""The values of each channel of an image of one color differ by less than this, because JPEG is not exact."""
+"""In an image with a single color, the values of each channel differ by less than this. JPEG is not exact."""
 
 
 class Sample(NamedTuple):
@@ -50,11 +51,11 @@ class Sample(NamedTuple):
 
 
 def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
-    """Read some samples of each source, describe them, and check that the model can tell their captions apart.
+    """Read a few samples of each source, describe them, and check that the model can tell their captions apart.
 
     Args:
         config: The recipe.
-        picture: Where to draw some of the samples as a PNG; None draws nothing.
+        picture: Path of a PNG to write, with some of the samples. None: draw nothing.
 
     Raises:
         ValueError: See load_sources and Inputs.build.

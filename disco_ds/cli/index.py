@@ -59,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # With --check, local shards are read only if their size or time has changed. The manifest's counts
-                # of remote shards are not used: these shards are counted again, except those with published counts.
+                # With --check, local shards are read only if their size or modification time has changed. The
+                # manifest's counts of remote shards are not used: these shards are counted again, except those with
+                # published counts.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         if not manifest.num_samples:
             unfinished.unlink(missing_ok=True)
             raise ValueError(
-                f"no shard of {args.shards} has a complete sample; {path} is not written"
+                f"no shard of {args.shards} has a complete sample, so {path} is not written"
             )
         write_manifest(manifest, path)
         unfinished.unlink(missing_ok=True)

@@ -144,7 +144,7 @@ def supervise(
         if code in (0, 3) or (code == 2 and attempt == 0):
             return code
         previous, newest = written, newest_checkpoint(folder)
-        # Compare times, because a checkpoint of the same step may have replaced a damaged one.
+        # Compare modification times, not names: a new checkpoint of the same step may have replaced a damaged one.
         meta = folder / CHECKPOINTS / newest / META if folder and newest else None
         written = meta.stat().st_mtime_ns if meta else 0
         stuck = stuck + 1 if attempt and written == previous else 0

@@ -286,7 +286,7 @@ exit code: 0 no check failed, 1 a check failed
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw 24 samples as the model gets them (image, caption, number of tokens) as a PNG",
+        help="write a PNG of 24 samples as the model gets them (image, caption, number of tokens)",
     )
 
 
@@ -348,7 +348,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
             _number(float, 1),
             None,
             "N",
-            "mean number of tokens of a caption (default: read from the shards, if they are here)",
+            "mean number of tokens per caption (default: read from the shards if they are local)",
         ),
         ("--per-host", _number(int, 1), Assumptions.per_host, "N", "GPUs per host"),
         ("--flops", rate, None, "TFLOPS", "peak rate of a GPU (default: from its data sheet)"),

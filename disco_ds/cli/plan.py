@@ -108,7 +108,7 @@ def describe_time(made: Plan) -> str:
 
 
 def describe_texts(assumed: Assumptions) -> str:
-    """Describe the length of the texts that the plan assumes, and where it is from."""
+    """Describe the length of texts that the plan assumes, and where this number comes from."""
     if assumed.text_tokens is None:
         return "as long as the model allows; --text-tokens N plans for shorter ones"
     origin = f"read from {assumed.num_captions:,} captions" if assumed.num_captions else "given"

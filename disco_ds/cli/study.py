@@ -139,7 +139,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
         metrics: Names of the metrics.
         args: Arguments of the command.
     """
-    # A rate whose loss is not a number is never the best.
+    # A rate whose loss is NaN is never the best.
     losses = numpy.nan_to_num(values[..., 0].mean(axis=2), nan=math.inf)
     best = losses.argmin(axis=1)
     chosen = values[numpy.arange(len(best)), best]
@@ -154,7 +154,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     worse = chosen[..., :1] - chosen[:1, :, :1]
     within = worse.mean(axis=1) <= 2 * find_errors(worse)
     fitting = [batch for batch, fits in zip(args.batches, within, strict=True) if fits]
-    largest = f"{max(fitting):,}" if fitting else "none, because the smallest batch has no loss"
+    largest = f"{max(fitting):,}" if fitting else "none, because the smallest batch's loss is NaN"
     text = "\n".join(
         [
             f"{args.samples:,} samples; learning rates {args.rates} x sqrt(batch ratio) x the parent's rate; "

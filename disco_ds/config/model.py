@@ -70,9 +70,9 @@ class ModelSettings(Settings):
     resize the longest side and pad. `squash`: resize both sides, which distorts the image. Null:
     the mode used for the pretrained weights if it is known, otherwise shortest."""
     quick_gelu: bool | None = None
-    """Use QuickGELU even if the model config does not. Null: as the pretrained weights if it is known
-    for them, as it is for open_clip's tags; otherwise as the model config. A value that contradicts
-    the weights is refused. OpenAI's weights need QuickGELU."""
+    """True: use QuickGELU even if the model config does not. False: follow the model config. Null: follow the
+    pretrained weights if it is known whether they need QuickGELU, as for open_clip's tags; otherwise follow the model
+    config. A value that contradicts the weights is refused. OpenAI's weights need QuickGELU."""
     two_views: bool = False
     """Self-supervised training: a positive pair consists of two augmentations of the same image,
     and the image tower encodes both (DisCo-CLIP, section 4.1). data.augment must be set."""
@@ -83,13 +83,13 @@ class ModelSettings(Settings):
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     towers: Literal["auto", "open_clip"] = "auto"
-    """`auto`: replace parts of the towers by faster ones that compute the same with the same parameters, up to
-    rounding; text towers whose padding changes nothing do not compute it. `open_clip`: leave the towers as open_clip
-    has built them."""
+    """`auto`: replace parts of the towers with faster ones. They have the same parameters and compute the same
+    function up to rounding. Text towers do not compute padding that has no effect on the features. `open_clip`: leave
+    the towers as open_clip builds them."""
     compile: bool | Literal["auto"] = "auto"
     """Apply torch.compile to each block of both towers, or to a whole tower if its blocks are unknown. `auto`: compile
-    on a GPU, unless Triton cannot run there or the run uses ZeRO 3; the log contains the reason. `true` is refused at
-    ZeRO 3, and with activation checkpointing for towers whose blocks are unknown."""
+    on a GPU, unless Triton cannot run there or the run uses ZeRO 3; the log contains the reason. A tower whose blocks
+    are unknown is not compiled if activation checkpointing is on. `true` is refused in this case, and at ZeRO 3."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

@@ -64,9 +64,9 @@ class OptimSettings(Settings):
     muon_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision in which Muon orthogonalizes updates. On CPUs, fp32 may be faster."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of the weight matrices. Biases, normalization parameters and other vectors, tables
-    of positions (absolute or relative), the parameters that a module's `no_weight_decay()` names, the
-    logit scale and the logit bias have no weight decay."""
+    """Weight decay of the weight matrices. The following have no weight decay: biases, normalization parameters and
+    other vectors; position embeddings (absolute or relative); parameters that a module's `no_weight_decay()` names; the
+    logit scale and the logit bias."""
     clip_norm: float = Field(0.0, ge=0)
     """Maximum norm of the gradient of all parameters together. Larger gradients are scaled down to
     this norm. 0: no clipping. If the gradient norm has spikes, set a value such as 1."""

@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 MAX_EPOCHS = 1e6
-"""Upper bound of lengths in epochs. At most 10^11 samples per epoch, multiplied by this, still fit into int64."""
+"""Upper bound of settings in epochs. This many epochs of 10^11 samples each still fit into int64."""
 PUBLISHED_LR = 1e-3
 """The highest learning rate for which DisCo-CLIP reports accuracies. Its scaling rule gives this rate at a batch of
 65,536."""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 MAX_NODES = 100_000
-"""Maximum number of keys and values of a document, counting an anchor's content once for each alias."""
+"""Maximum number of keys and values in a document. The content of an anchor counts again for each of its aliases."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
         before = self._num_nodes
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
-            # An anchor that contains itself has no size yet.
+            # The size of an anchor that contains itself is not known yet, so exceed the limit.
             self._num_nodes += self._sizes.get(id(node), MAX_NODES)
         else:
             self._num_nodes += 1
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# Dates are text, so that a run can be named 2026-01-31.
+# Keep only PyYAML's patterns for null and merge keys. Dates become text, so that a run can be named 2026-01-31.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -70,7 +70,7 @@ _PATTERNS = {
 
 
 class Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes any string that _Loader would otherwise read as a number."""
+    """A YAML dumper that quotes any string that _Loader would otherwise read as a number or a boolean."""
 
 
 for _tag, _pattern in _PATTERNS.items():

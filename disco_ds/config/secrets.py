@@ -12,7 +12,7 @@ import re
 
 _NAMES = r"[\w-]*(?:signature|\bsig|token|secret|passw|pwd|credential|authorization|cookie|api[-_]?key|access[-_]?key)"
 _QUERY = "key|auth|bearer|cred|hmac|jwt|pass|sas|session|session[-_]?id|ticket"
-"""Ends of names of a credential in a query. Elsewhere, these words have other meanings."""
+"""A query parameter whose name ends in one of these is a credential. Elsewhere, these words have other meanings."""
 _SCHEME = r"(?:bearer|basic|token)\s+"
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)

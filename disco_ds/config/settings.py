@@ -53,7 +53,7 @@ class Settings(BaseModel):
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of mappings and lists, except the keys."""
+    """Yield all strings in a value, which may be nested mappings and lists. Keys of mappings are left out."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list, tuple)):

@@ -69,7 +69,7 @@ def init(timeout_s: float) -> None:
     diagnostics.record_collectives()
     backend = get_accelerator().communication_backend_name()
     if os.environ["WORLD_SIZE"] == "1" and not torch.distributed.is_initialized():
-        # A rank alone needs no port. torch's TCPStore would listen on all interfaces, and let anybody change its keys.
+        # A single rank needs no port. torch's TCPStore would listen on all interfaces and let anyone change its keys.
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
         )

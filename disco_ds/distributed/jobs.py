@@ -64,7 +64,7 @@ def run(
     """Call `work`, which may take long and must not communicate, on every rank. Collective.
 
     Raises:
-        AgreedError: On every rank, if `work` fails on any rank. With `agreed`, another type of error is raised.
+        AgreedError: On every rank, if `work` fails on any rank. Pass `agreed` to raise another class of error.
     """
     job = start(work)
     wait_for_all(job, what)

@@ -22,8 +22,9 @@ _VALIDATION = 5
 """One in this many training images is used to choose C."""
 _ITERATIONS = 1000
 _TOLERANCE = 1e-4
-"""scikit-learn's default. It is divided by the number of classes, because the gradient is: with 1,000 classes, even the
-first gradient is below 1e-4, so nothing would be trained."""
+"""scikit-learn's default tolerance of the gradient. train_linear divides it by the number of classes, because the
+gradient becomes smaller in the same way: with 1,000 classes, even the first gradient is below 1e-4, so nothing would be
+trained."""
 
 
 def probe(encoder: Encoder, images: ImageSet) -> Result:
@@ -75,7 +76,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
     """
     linear_model, _ = import_sklearn()
     shuffled = np.random.default_rng(0).permutation(len(labels))
-    # Sorted by label, every fifth image is a stratified sample.
+    # In the order of labels, every fifth image makes a stratified sample.
     order = shuffled[labels[shuffled].argsort(kind="stable")]
     held_out, rest = order[::_VALIDATION], np.delete(order, np.s_[::_VALIDATION])
     if len(set(labels[rest])) < 2:
@@ -86,7 +87,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
     options = {"max_iter": _ITERATIONS, "tol": tolerance, "random_state": 0}
     linear = linear_model.LogisticRegression(warm_start=True, **options)
     with warnings.catch_warnings():
-        # Nothing is wrong if training ends at the maximum number of iterations.
+        # Reaching the maximum number of iterations is not a problem.
         warnings.simplefilter("ignore")
         scores = [
             linear.set_params(C=strength)

@@ -44,8 +44,8 @@ def _gather_sorted(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> Tensor:
     """Find the rank, counted from 1, of each query's best match among the keys.
 
-    A key matches a query if both have the same id. Other keys of equal similarity come before the match, so that a
-    model whose features are all equal finds nothing.
+    A key matches a query if both have the same id. Keys that do not match but are equally similar are ranked before the
+    match, so that a model whose features are all equal gets no hits.
 
     Args:
         query: [q, D], unit rows.

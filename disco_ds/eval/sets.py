@@ -236,12 +236,12 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     """Read the class name of each label from a file.
 
     The file is JSON (a list, or a mapping from label to name) or text (in each line a name, or a label,
-    a tab and its name). A blank separates label and name only if the lines cannot be names. If the file
+    a tab and its name). A space also separates label and name if the lines cannot be names. If the file
     has only names, they belong to the labels in sorted order. But if all labels are numbers, the first
     name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
-        ValueError: If the file cannot be read, or a label has no name, or the lines can be read in both ways. Also if
+        ValueError: If the file cannot be read, a label has no name, or the lines can be read in both ways. Also if
             the file has only names, the labels are not all numbers, and there are more names than labels.
     """
     text = read_text(path, "class name file")
@@ -260,7 +260,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
                 label, name = words[0]
                 raise ValueError(
                     f"{path}: the name of label {label} may be {name!r} or {given[0]!r}; write a tab between label "
-                    "and name, or a JSON list if there are no labels in the file"
+                    "and name, or, if the file has only names, make it a JSON list"
                 )
             given = named
     values = given.values() if isinstance(given, dict) else given
@@ -287,7 +287,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 
 
 def _may_be_names(lines: list[str], labels: Collection[str]) -> bool:
-    """Return whether lines that begin with the labels may nevertheless be the names of the labels in sorted order."""
+    """Return whether lines that begin with labels may instead be just the names of the labels in sorted order."""
     if all(re.fullmatch(_WNID, label) for label in labels):
         return False
     reaches = all(label.isdecimal() and int(label) < len(lines) for label in labels)

@@ -55,7 +55,7 @@ def score_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     labels = torch.arange(len(logits), device=logits.device)
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     own = logits.diagonal()
-    # A pair counts only if its similarity is the largest one and no other is equal.
+    # A pair counts as a hit only if its similarity is larger than all others, not equal to any.
     i2t = ((logits >= own[:, None]).sum(dim=1) == 1).double().mean()
     t2i = ((logits >= own).sum(dim=0) == 1).double().mean()
     return torch.stack([loss.double(), i2t, t2i])

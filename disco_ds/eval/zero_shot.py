@@ -20,7 +20,8 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     """Compute the accuracy on a labeled set. Collective.
 
     The values are top1 and top5, recall (top-1 accuracy of each class, averaged over the classes),
-    and chance (top-1 accuracy of a random guess). If other classes are as near as the true class, they come first.
+    and chance (top-1 accuracy of a random guess). Classes that are as near as the true class
+    are ranked before it.
 
     Raises:
         AgreedError: If shards cannot be read, or no image can be read.
@@ -28,7 +29,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     names = list(labeled.classes.values())
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     texts = encoder.encode_classes(names, labeled.templates)
-    # For each image: its class, and the number of classes that are at least as near as this one, including itself.
+    # For each image: its class, and the number of classes that are at least as near as its class, which is included.
     rows = []
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)

@@ -277,7 +277,7 @@ def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
     """Check the options of a loss of this package against the annotations of its constructors.
 
     Raises:
-        ValueError: If an option has another type, or is not finite.
+        ValueError: If an option has the wrong type or is not finite.
     """
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):

@@ -438,8 +438,8 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
 def divisible_scale(scale: Tensor) -> Tensor:
     """Return the scale as float64, with values nearer to 0 than 1e-18 replaced by 1e-18.
 
-    The gradient of the scale is computed by a division by the scale. Logits and gradients of features that differ by
-    1e-18 are the same in practice.
+    The replacement avoids a division by zero, because the gradient of the scale is computed by dividing by the scale.
+    It changes logits and gradients of features by about 1e-18, which does not matter in practice.
     """
     scale = scale.double()
     return torch.where(scale.abs() < 1e-18, 1e-18, scale)

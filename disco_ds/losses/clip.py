@@ -35,7 +35,7 @@ class ClipLoss(Loss):
         dtype = full_dtype(embeddings.image)
         I_A = _gather_own_gradient(embeddings.image.to(dtype), self.group)
         T_A = _gather_own_gradient(embeddings.text.to(dtype), self.group)
-        with torch.autocast(I_A.device.type, enabled=False):  # it would multiply in 16 bits
+        with torch.autocast(I_A.device.type, enabled=False):  # autocast would multiply in 16 bits
             logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
         labels = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

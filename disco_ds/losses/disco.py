@@ -40,7 +40,7 @@ class DisCoLoss(Loss):
         # As in Algorithm 1, take this rank's rows from the gathered matrix. The backward of gather sums gradients over
         # ranks, and this way the sum includes the gradient of these rows.
         own = slice(n * b, (n + 1) * b)
-        with torch.autocast(I_n.device.type, enabled=False):  # it would multiply in 16 bits
+        with torch.autocast(I_n.device.type, enabled=False):  # autocast would multiply in 16 bits
             logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
             logits_text = s * (T_A[own] @ I_A.T)
         labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)

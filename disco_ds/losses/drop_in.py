@@ -67,7 +67,7 @@ class _DropIn(nn.Module):
             global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
-            ValueError: If features are not tensors of at least one row.
+            ValueError: If the features are not tensors, or have no rows.
             ValueError: If `rank` or `world_size` differs from the actual value. With `check`, also on every rank if
                 the ranks pass features of different shapes, different scales or different biases, or if only some of
                 them pass group_id.

@@ -158,7 +158,7 @@ def _gradients(
     columns = cross.own
     scales = scale.expand(2, len(x))
     turned = rows, columns
-    # A shift never fits a negative scale.
+    # A shift never fits a negative scale, so the gradients that are used are computed without one.
     if shift is None:
         scales = scales.abs()
         turned = _turn(scale, rows), _turn(scale, columns)
@@ -178,7 +178,7 @@ def _gradients(
         needs_columns or (needs_scale and shared),
     )
     if shift is None and d_columns is not None:
-        d_columns = _turn(scale, d_columns)  # it is a sum over the turned rows
+        d_columns = _turn(scale, d_columns)  # because it is a sum over the turned rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
     for block, views, shifts, total in zip(same, turned, lse, (d_rows, d_columns), strict=False):
@@ -226,7 +226,7 @@ def _sums(
 
 
 def _turn(scale: Tensor, features: Tensor) -> Tensor:
-    """Multiply features by the sign of the scale. The tiles compute similarities with a positive scale."""
+    """Multiply features by the sign of the scale, because the tiles need a positive scale."""
     return features * torch.where(scale < 0, -1, 1).to(features.dtype)
 
 

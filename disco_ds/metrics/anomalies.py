@@ -68,12 +68,12 @@ logger = logging.getLogger(__name__)
 EQUAL_FEATURES = 1e-6
 """Unit features whose elements differ by less than this are equal up to rounding."""
 MAX_EQUAL_TEXTS = 0.01
-"""Largest fraction of different texts with equal features."""
+"""Largest allowed fraction of different texts with equal features."""
 EQUAL_TEXTS = (
     "of the captions have the same text features as another caption although their tokens differ, so the model cannot "
     "tell them apart: does text_cfg.pool_type fit the end token of the tokenizer, and text_cfg.vocab_size its tokens?"
 )
-"""Rest of a message that begins with the percentage."""
+"""The rest of a message that begins with the percentage."""
 
 
 class AnomalyDetector:
@@ -219,7 +219,7 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
 
 
 def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:
-    """Return the fraction of texts whose tokens differ from those of the previous text, but whose features do not.
+    """Compare each text with the previous one, and return the fraction of different texts that have equal features.
 
     Args:
         tokens: [b, L] int64.

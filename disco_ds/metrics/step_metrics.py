@@ -56,7 +56,8 @@ class Interval:
     peak_bytes: int
     """Peak memory so far, in bytes."""
     peak_samples_per_s: Callable[[float | None], float] | None
-    """Samples per second at the devices' peak FLOP/s and a mean number of tokens; None if unknown."""
+    """Function that returns the samples per second at the devices' peak FLOP/s for a mean number of tokens; None if
+    unknown."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Texts(NamedTuple):
     text: Tensor
     """[m, L] int64 tokens."""
     lengths: np.ndarray | None
-    """[m] number of tokens that the text tower needs; see models/fast. None: the tower counts them."""
+    """[m], how many tokens of each text the text tower needs; see models/fast. None: the tower counts them."""
 
 
 def build_model(
@@ -150,7 +150,7 @@ def _create(
     logit_bias = initial_bias
     if initial_bias is not None and config.get("init_logit_bias") is not None:
         logit_bias = config["init_logit_bias"]
-    # Weights of timm towers have the tower's default size, so load them before the size changes.
+    # The weights of a timm tower are for its default image size, so load them before the size changes.
     is_timm = "timm_model_name" in config.get("vision_cfg", {})
     late_size = settings.image_size if weights and is_timm else None
     try:
@@ -227,10 +227,10 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
 
 
 def train(model: Any, mode: bool = True) -> Any:
-    """Set training or eval mode, but keep parts without a trained parameter in eval mode.
+    """Set training or eval mode, but keep modules without trained parameters in eval mode.
 
-    Dropout, drop path and patch dropout would move the features of a frozen part from pass to pass. build_model
-    installs this function as the model's `train`.
+    Otherwise, dropout, drop path and patch dropout would change the features of a frozen module in every forward.
+    build_model installs this function as the model's `train`.
     """
     nn.Module.train(model, mode)
     for module in model.modules():
@@ -245,8 +245,8 @@ def forward_on_meta(model: Any, side: str, num_tokens: int | None = None) -> Non
 
     Args:
         model: The model.
-        side: The side.
-        num_tokens: Number of tokens of the text, if the text tower does not compute padding. None: as many as fit.
+        side: "image" or "text".
+        num_tokens: Number of tokens of the text, if the text tower does not compute padding. None: the context length.
     """
     tensors = {
         name: each.detach().to("meta")
@@ -278,8 +278,8 @@ def forward(
         image: [b, 3, H, W], uint8, or floating point in [0, 1].
         text: [b, L] int64 tokens. For a model with two views per image: the second views, with the shape and dtype of
             `image`.
-        lengths: [b], the number of tokens of each text that the text tower needs, as models/fast counts them. None:
-            they are counted, and on a GPU the host waits for it. Ignored by towers that need all tokens.
+        lengths: [b], how many tokens of each text the text tower needs, as counted by the function from find_counter.
+            None: they are counted here, and the host waits for the GPU. Ignored by towers that need all tokens.
 
     Returns:
         Features. The scale, exp(logit_scale), is always included, because at ZeRO 3 the graph of every micro-batch must
@@ -302,7 +302,7 @@ def _encode_text(model: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor
     if isinstance(tower, PackedText | CutText):
         return tower(text, lengths)
     if tower is model and packs(model) and runs_packed(model, text):
-        # open_clip's CLIP has the parts of its text tower itself. ZeRO 3 gathers their parameters in this forward.
+        # open_clip's CLIP contains the parts of its text tower. ZeRO 3 gathers their parameters in this forward.
         return encode_packed(model, text, lengths)
     return model.encode_text(text)
 
@@ -446,7 +446,7 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
 
 
 def _read_special_tokens(tokenizer: Any) -> tuple[int, int, int]:
-    """Return the largest token of an open_clip tokenizer, the token that ends every text, and the padding."""
+    """Return three token ids of an open_clip tokenizer: the largest, the one that ends every text, and the padding."""
     if isinstance(tokenizer, SimpleTokenizer):
         return max(tokenizer.encoder.values()), tokenizer.eot_token_id, 0
     backend = tokenizer.tokenizer  # from transformers

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def peak_samples_per_s(
     model: Any, peak_flops: float | None
 ) -> Callable[[float | None], float] | None:
-    """Return how many samples per second all ranks together would process at the devices' peak rate.
+    """Return a function that computes the samples per second of all ranks together at the devices' peak rate.
 
     Args:
         model: The model, before an engine wraps it.

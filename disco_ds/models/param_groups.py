@@ -25,7 +25,7 @@ HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
 A number directly after `proj`, as in `proj.0.`, does not count as the number of a layer.
 """
 POSITIONS = r"(pos_embed|positional_embedding|position_embeddings?|relative_\w*bias\w*)(\.weight)?$"
-"""Regular expression for tables with an entry for each position, including relative positions."""
+"""Regular expression for the names of position embeddings, absolute or relative."""
 STEM = (
     r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|transformer\.embeddings)\b"
@@ -43,8 +43,8 @@ timm's own models have a method that returns their patterns.
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups.
 
-    There are three kinds of groups: matrices, which get weight decay, and vectors and the scale, which get none. Tables
-    of positions and the parameters that a module's `no_weight_decay()` names are grouped with the vectors. With
+    There are three kinds of groups: matrices, which get weight decay, and vectors and the scale, which get none.
+    Position embeddings and parameters that a module's `no_weight_decay()` names are grouped with the vectors. With
     optim.name=muon, the matrices that Muon updates are a fourth kind, and `muon` is True in their groups. If the
     settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
     each block, the rest) gets separate groups. Each group has a unique `name`, the `names` of its parameters, a
@@ -131,7 +131,7 @@ def find_embeddings(model: nn.Module) -> set[str]:
 def number_layers(model: Any, side: str) -> dict[str, int]:
     """Return the layer number of each parameter of a tower.
 
-    It is 0 for the stem and for embeddings, then come the blocks, then everything else.
+    The stem and all embeddings are layer 0. The blocks follow, and everything else is the last layer.
 
     Raises:
         ValueError: If no blocks are found.

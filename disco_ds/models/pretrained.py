@@ -31,7 +31,7 @@ CONFIG = "open_clip_config.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema")
 """Keys under which trainers save the weights of a model in a dictionary with other entries."""
 PREFIXES = ("module.", "model.")
-"""Prefixes of all names in the weights of a wrapped model, for example in those of DDP and Lightning."""
+"""Prefixes that wrappers such as DDP and Lightning add to all names in the weights of a model."""
 UNUSED = (
     "input_resolution",
     "context_length",
@@ -40,7 +40,7 @@ UNUSED = (
 )
 """Tensors in OpenAI's files, and in those of transformers before 4.31, that are not weights."""
 COMPILED = "_orig_mod."
-"""Part of the names in a module that torch.compile has wrapped."""
+"""Part that torch.compile adds to the names of parameters."""
 TIMM = "timm"
 """With this value, model.pretrained_image selects timm's weights for the image tower."""
 
@@ -141,7 +141,7 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
 def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, Any], str | None]:
     """Return the preprocess_cfg of the weights, and a warning if it is a guess.
 
-    A local file without an open_clip config has the preprocessing of the model's tags, if they all have the same.
+    For a local file without an open_clip config, it is that of the model's pretrained tags, if they are all the same.
     """
     path = settings.pretrained
     keys = ["mean", "std", "interpolation", "resize_mode"]
@@ -177,10 +177,10 @@ def _find_config(path: Path) -> Path | None:
 
 
 def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
-    """Return whether the model uses QuickGELU: as its weights do if that is known, else as the config or recipe says.
+    """Return whether the model uses QuickGELU. If it is known whether its weights do, they decide.
 
     Raises:
-        ValueError: If the recipe sets another activation than that of the weights.
+        ValueError: If the recipe contradicts the weights.
     """
     config = open_clip.get_model_config(name) or {}
     chosen = config.get("quick_gelu", False) or bool(settings.quick_gelu)
@@ -252,7 +252,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error)).split("\n")[0]
         raise ValueError(
             f"{path} contains more than tensors, or is damaged. If you trust its author, read it with "
-            f"torch.load(..., weights_only=False) and torch.save only the state_dict in a new file. {reason}"
+            f"torch.load(..., weights_only=False) and write only its state_dict to a new file with torch.save. {reason}"
         ) from None
     removed = []
     while isinstance(content, dict) and (
@@ -260,7 +260,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     ):
         if len(wrappers) > 1:
             raise ValueError(
-                f"it contains several sets of weights: {', '.join(wrappers)}; save one"
+                f"it contains several sets of weights: {', '.join(wrappers)}; save only one"
             )
         content = content[wrappers[0]]
         removed += wrappers
@@ -282,7 +282,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
-    """Cut the text positions of the weights to the model's context length, or fill up with the model's initial ones.
+    """Cut the text positions of the weights to the model's context length, or add the model's initial ones.
 
     Positions keep their numbers, because a token's position does not depend on the number of tokens after it.
 
@@ -302,7 +302,7 @@ def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
     if len(old) != len(new):
         logger.warning(
             "the weights have %d text positions, the model has %d (text_cfg.context_length): positions keep their "
-            "numbers, and the last ones are cut or start at random",
+            "numbers, and those at the end are cut or initialized randomly",
             len(old),
             len(new),
         )

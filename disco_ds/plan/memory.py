@@ -146,7 +146,7 @@ def _plan_engine(
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
     sent = DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
-    # The gradients are reduced in this precision. If it is another one, that takes another copy.
+    # The gradients are reduced in this precision. If it differs from theirs, this takes another copy.
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 

@@ -1,4 +1,4 @@
-"""How many tokens the text tower computes, for text towers that do not compute padding."""
+"""The number of tokens per text, for planning with text towers that do not compute padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from disco_ds.config import Config
+from disco_ds.config.ds_config import precision
 from disco_ds.data import ImageSpec, SampleForm, Source, load_sources
 from disco_ds.data.images.broken import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
@@ -31,9 +32,11 @@ def read_text_tokens(
 
     Args:
         config: The recipe.
-        assumed: Returned as it is if it has the number, the texts are padded, or the shards cannot be read.
-        build: Builds the recipe's model. Its parameters need no values.
+        assumed: Returned unchanged if it has the number, the texts are padded, or the shards cannot be read.
+        build: Function that builds the recipe's model. The parameters need no values.
     """
+    if precision(config.deepspeed) == "fp32":  # GPUs compute padding in fp32
+        return replace(assumed, text_tokens=None)
     if assumed.text_tokens is not None or config.data.source == "synthetic":
         return assumed
     if any("://" in str(part.shards) for part in config.data.parts):
@@ -80,7 +83,7 @@ def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
 
 
 def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
-    """Return the number of tokens of each text of a micro-batch for which memory is planned, [m]."""
+    """Return the number of tokens of each text, [m], in the micro-batch for which memory is planned."""
     if assumed.text_tokens is None:
         return np.full(m, context)
     deviation = assumed.text_deviation

@@ -206,8 +206,8 @@ def make_batch(
         model: The model.
         m: Number of samples.
         device: Device of the tensors.
-        lengths: Number of tokens of each text, [m]. None: the context length. The last one is the largest token, and
-            zeros follow it.
+        lengths: Number of tokens of each text, [m]. None: the context length. The last token of each text has the
+            largest id, and zeros follow it.
     """
     context, vocabulary = read_text_size(model)
     lengths = np.full(m, context) if lengths is None else lengths
@@ -232,7 +232,7 @@ def trace(
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
-        assumed: Its numbers of tokens of the texts are used; see plan_lengths.
+        assumed: Determines the number of tokens of each text; see plan_lengths.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -242,7 +242,7 @@ def trace(
 
 
 def build_fake_model(config: Config) -> Any:
-    """Build the recipe's model without values.
+    """Build the recipe's model from fake tensors, which have shapes but no values.
 
     Raises:
         ValueError: If the model cannot be built in this way.

@@ -19,7 +19,7 @@ _messages.addHandler(logging.NullHandler())  # used until there is a run folder
 
 
 def say(text: str) -> None:
-    """Print and log a message. A full disk, a closed terminal or one that knows only ASCII raises no error."""
+    """Print and log a message. A full disk, or a terminal that is closed or supports only ASCII, raises no error."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError):
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

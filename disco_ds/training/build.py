@@ -116,11 +116,11 @@ class Run:
     skipped_in_a_row: int = 0
     """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
     overflows: list[float] = field(default_factory=list)
-    """fp16's loss scale after each of the last steps in a row whose update it skipped."""
+    """fp16's loss scale after each of the latest consecutive steps whose updates were skipped because of overflow."""
 
 
 def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
-    """On rank 0, warn if a resumed run has a higher learning rate than before, because it is longer.
+    """On rank 0, warn if a resumed run has a higher learning rate than before because its length was increased.
 
     Args:
         config: Settings of the stage.
@@ -235,7 +235,7 @@ def build(
                 share.cores,
                 share.memory_bytes / 8,
             ),
-            find_counter(model),
+            find_counter(model, comm.local_device(), precision(config.deepspeed) != "fp32"),
         )
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
@@ -428,7 +428,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     """Compile the towers if model.compile=auto and every rank can. Collective: every rank must call this.
 
     Returns:
-        Whether the towers are compiled, and if not, why, in words for the log.
+        A phrase for the log: whether the towers are compiled and, if not, why.
     """
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":

@@ -59,7 +59,7 @@ class Rng:
 
 
 class Buffers:
-    """The buffers of a model, such as BatchNorm's running statistics, copied when this object is created."""
+    """Copies of a model's buffers, such as BatchNorm's running statistics, made when this object is created."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buffers = list(model.buffers())

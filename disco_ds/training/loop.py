@@ -185,15 +185,16 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
 
 
 def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> None:
-    """Stop a run that fp16 cannot train, as it would finish without having trained anything.
+    """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
 
     Args:
-        scales: The loss scale after each of the last steps in a row whose update was skipped.
+        scales: The loss scale after each of the latest consecutive steps whose updates were skipped.
         step: Number of completed steps.
         schedule: Length of the run.
 
     Raises:
-        FloatingPointError: If the loss scale could have been halved to 1, or no step of this process was an update.
+        FloatingPointError: If enough consecutive steps were skipped to halve the loss scale to 1, or if this is the
+            last step and this process has not updated anything.
     """
     most = math.log2(max(scales[0], 1)) + 1
     if len(scales) > most or step == schedule.last_step == schedule.first_step + len(scales):
@@ -205,7 +206,7 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
 
 
 def save_without(run: Run, step: int, generators: Rng) -> str:
-    """Save the progress made before a failed step, whose batch a resumed run reads again. Collective.
+    """Save the progress made before a failed step. A resumed run reads the batch of that step again. Collective.
 
     Args:
         run: The run.
@@ -249,7 +250,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
     """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
-        # The decimal number that the user wrote, because floats such as 0.1 are not exact.
+        # Use the decimal number that the user wrote, because floats such as 0.1 are not exact.
         every_samples = Fraction(str(settings.every_epochs)) * run.loader.num_samples
         before, now = (run.schedule.samples(done) // every_samples for done in (step - 1, step))
         return before < now

@@ -20,8 +20,8 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
     Args:
         batch: A tensor [b, ...], a list of b samples that are not tensors, or a container of such
             fields. Mappings, dataclasses, tuples, and lists of tensors are containers and may be
-            nested. A tuple that contains neither tensors nor lists is a list of samples. None, numbers and strings
-            are copied into every part.
+            nested. A tuple that contains neither tensors nor lists counts as a list of samples. None, numbers and
+            strings are copied into every part.
         count: Number of parts.
 
     Returns:

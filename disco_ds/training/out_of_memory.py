@@ -69,7 +69,7 @@ def _is_first_of_host() -> bool:
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)
-    # The store of torchrun's agent outlives the ranks that it restarts.
+    # The store belongs to torchrun's agent and outlives the ranks, so use a new key after each restart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store.add(f"disco_ds/out_of_memory/{attempt}/{socket.gethostname()}", 1) == 1
 

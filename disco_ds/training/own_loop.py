@@ -129,7 +129,7 @@ def contrastive_step(
     before = Buffers(model)
     try:
         done = accumulate(towers, check_and_compute_loss, parts, backend.run)
-    except FloatingPointError:  # nothing may be updated, BatchNorm's statistics included
+    except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
         before.restore()
         raise
     if due:

@@ -76,7 +76,7 @@ def train_step(
     before = Buffers(engine.module)
 
     def update(surrogates: Iterator[Tensor]) -> Tensor | None:
-        # BatchNorm counts each micro-batch once: neither the second forward nor activation checkpointing counts.
+        # BatchNorm must count each micro-batch once, so undo the counts of the second forward and of checkpointing.
         counted = Buffers(engine.module)
         norm = backward_and_step(engine, surrogates, refuses=refuses_norm)
         (before if norm is None else counted).restore()

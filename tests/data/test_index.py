@@ -214,7 +214,7 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     write_tar(path, [("0.txt", b"")])
     os.truncate(path, len(whole))
     assert run(folder, "--check") == 1
-    assert "00001.tar: 1 samples" in capsys.readouterr().out
+    assert "00001.tar: 1 sample " in capsys.readouterr().out
     path.write_bytes(whole)
     write_shards(folder.parent / "other", [4])
     (folder / "00000.tar").write_bytes((folder.parent / "other" / "00000.tar").read_bytes())

@@ -99,8 +99,8 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
     """Decode an image and convert it to RGB. Transparency is dropped, as in open_clip.
 
     Raises:
-        BrokenSample: If the bytes are not an image, if the image has more than max_pixels, which is checked before
-            decoding, or if its brightness has no known range.
+        BrokenSample: If the bytes are not an image, if the image has more than max_pixels (checked before decoding), or
+            if the range of its brightness is unknown.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
     if isinstance(data, bytes):
@@ -124,7 +124,7 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
 
 
 def _describe(data: bytes) -> str:
-    """Describe bytes that PIL cannot identify as an image, by their first bytes."""
+    """Describe data that PIL cannot identify as an image, based on its first bytes."""
     start = data[:1024].lstrip().lower()
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):
@@ -144,7 +144,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert a decoded image of any mode to RGB.
 
     Raises:
-        BrokenSample: If its pixels are floating-point numbers or 32-bit integers. Such images have no fixed white.
+        BrokenSample: If its pixels are floating-point numbers or 32-bit integers. For such images, it is not defined
+            which value is white.
     """
     if image.mode in ("F", "I"):
         raise BrokenSample(
@@ -330,7 +331,10 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
 
 
 def _fill_field(field: str, members: Members, draws: list[float]) -> str:
-    """Return the text of the first alternative of a field that is not missing, null, NaN or blank. See _look_up."""
+    """Return the text of the first alternative of a field that is not missing, null, NaN or blank.
+
+    `draws` is explained in _look_up.
+    """
     *others, last = field.split("|")
     for name in others:
         # Ignore only missing values. Any other error makes the sample broken.
@@ -363,7 +367,7 @@ def _look_up(name: str, members: Members, draws: list[float]) -> str:
             # If the list is empty, this raises IndexError, which is a LookupError.
             place = draws[0] * len(value)
             value = value[int(place)]
-            # Given the item, the fractional part is again uniform in [0, 1), so that each `[*]` is independent.
+            # For any drawn item, the fractional part is again uniform in [0, 1), so the next `[*]` is independent.
             draws[0] = place % 1
         else:
             value = value[int(key) if isinstance(value, list) else key]

@@ -65,7 +65,7 @@ class WholeShards:
         return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
 
     def epoch(self, slot: int, visit: int) -> int:
-        """Return the epoch to which a visit belongs. In it, no other visit reads the same shard."""
+        """Return the epoch to which a visit belongs. In each epoch, every shard is visited at most once."""
         return (visit * self._num_slots + slot) // self._num_shards
 
     def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:

@@ -75,7 +75,8 @@ class Loader:
         state: Position to resume from, as merge_states returns it. The run that saved it may have had any number of
             ranks. None means the start of the data.
         staging: Resources of this rank.
-        count_tokens: Returns how many tokens of each text [m, L] the model needs, [m]. None: all of them.
+        count_tokens: Function that returns how many tokens of each text the model needs, [m], for texts [m, L]. None:
+            the model needs all of them.
 
     Raises:
         ValueError: If the number of slots does not suit the data or the number of ranks, if the cache is too small for
@@ -306,8 +307,8 @@ class Loader:
         if self._mean_tokens <= 1.05 * usual:
             return None
         return (
-            f"the texts of this micro-batch are long: {self._mean_tokens:.1f} tokens on average, those so far "
-            f"{usual:.1f}; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
+            f"the texts of this micro-batch are longer than usual: {self._mean_tokens:.1f} tokens on average, compared "
+            f"with {usual:.1f} so far; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
         )
 
     def _recycle(self, delivery: Delivery) -> None:

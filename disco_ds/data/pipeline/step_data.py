@@ -25,8 +25,8 @@ class MicroBatch:
     group_id: Tensor
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
     lengths: np.ndarray | None = None
-    """[m], the number of tokens of each text that the model needs; on the host, so that nothing waits for the device.
-    None: not counted."""
+    """[m], how many tokens of each text the model needs. None: not counted. It is on the host, so reading it does not
+    wait for the device."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ class _Reader:
             epoch, offset = read_patiently(settle, patience_s)
             shard, entry = order.locate(slot, epoch, offset)
             index = job.order.sample_id(source, shard, entry)
-            drawn = order.epoch(slot, epoch)  # keys the random numbers of this sample
+            drawn = order.epoch(slot, epoch)  # determines the sample's random numbers
             offset += 1
             self._num_read += 1
             job.at[:3] = source, shard, entry

@@ -47,7 +47,8 @@ class ShardCache:
     Args:
         urls: Addresses of the shards.
         names: Their names in messages.
-        versions: Their versions. The cache requests the version of a shard of unknown size when it first needs it.
+        versions: Their versions. If the size of a shard is unknown, the cache requests the version when it first needs
+            the shard.
         settings: Folder, size limit and number of attempts.
     """
 
@@ -284,7 +285,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 def _evict(path: Path) -> bool:
     """Remove a file unless a process has locked it. Return whether it was removed."""
     with suppress(OSError), path.open("rb") as file:
-        # Before it was locked, the file may have been renamed or removed, and another one created at its path.
+        # The file may have been renamed or removed before it was locked, and another file created at its path.
         if _try_lock(file) and _is_at(file, path):
             path.unlink()
             return True

@@ -173,12 +173,12 @@ def read_blocks(
 
 
 class Version(NamedTuple):
-    """What identifies the content of a file without reading it."""
+    """Size and tag of a file. They identify its content without reading it."""
 
     bytes: int
     """Size in bytes; 0 if it is unknown, as for the output of a command."""
     tag: str
-    """ETag or time of the last modification; "" if the server states neither."""
+    """ETag or time of the last modification; "" if the server returns neither."""
 
 
 def read_version(url: str, settings: RemoteSettings) -> Version:
@@ -198,7 +198,7 @@ def read_version(url: str, settings: RemoteSettings) -> Version:
 
 
 def _make_version(meta: Any) -> Version:
-    # obstore returns 1970 if the server does not state the time.
+    # obstore sets the time to 1970 if the server does not return it.
     time = meta["last_modified"]
     return Version(meta["size"], meta["e_tag"] or (time.isoformat() if time.timestamp() else ""))
 

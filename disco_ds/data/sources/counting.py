@@ -35,7 +35,7 @@ _DEFAULTS = DataSettings.model_fields
 _IMAGES = set(_DEFAULTS["image_key"].default.split(";"))
 _CAPTIONS = {name for text in _DEFAULTS["captions"].default for name in list_fields(text)}
 _MAX_EXTENSIONS = 64
-"""Maximum number of extensions of a shard that are counted, because each member of a shard may have another one."""
+"""Maximum number of extensions that are counted per shard, because every member may have a different one."""
 _MIN_COMPLETE = 0.9
 """Warn if a smaller fraction of the samples has an image and a caption."""
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Contents:
-    """The members of the samples of some shards."""
+    """Statistics of the members that the samples of some shards have."""
 
     num_samples: int = 0
     num_complete: int = 0
@@ -90,7 +90,7 @@ class Contents:
             remedy = (
                 f"the extension of a member is everything after the first dot of its name, such as "
                 f"{printable(dotted[0], 40)!r}, and members with the same name before that dot become one sample; "
-                "rename the members, with _ in place of all other dots"
+                "rename the members, with _ instead of all other dots"
             )
         elif min(images, captions) > self.num_complete:
             remedy = (
@@ -124,12 +124,12 @@ def index_shards(
         where: The folder or the listing.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
-        known: Shards of an earlier manifest. They are not counted again, unless they have 0 samples or another version.
+        known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
-        contents: Receives what the shards that are read contain.
+        contents: Statistics to which those of all shards that are read are added.
 
     Returns:
         The manifest, sorted by name.
@@ -229,7 +229,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
     Args:
         old: Shards of the manifest.
         new: The same shards, counted again.
-        tags: Whether shards of the same size and count differ if their tags do.
+        tags: Whether shards also count as different if only their tags differ.
     """
     before, after = (
         {
@@ -259,7 +259,7 @@ def _count(
 
     Returns:
         The counted shard, or the error if it cannot be read; a problem to warn about, such as a truncated tar, or
-        None; and what the shard contains.
+        None; and the statistics of the shard's contents.
     """
     found, url = task
     try:

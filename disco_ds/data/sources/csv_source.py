@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_CHECKED = 16
 """Maximum number of rows that are tried before the file is refused. They are the first rows of nominal shards."""
-_QUOTE = 'quote the caption, as in "a dog, running", and write a quote inside it twice'
+_QUOTE = 'quote the caption, as in "a dog, running", and double every quote inside it'
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class TableReader:
             raise BrokenSample(f"the row cannot be read: {error}; {_QUOTE}") from None
         except UnicodeDecodeError as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
-        # Spreadsheets may write empty values behind the last column.
+        # Spreadsheets may write empty values after the last column.
         if any(values[len(table.columns) :]):
             raise BrokenSample(
                 f"the row has {len(values)} values, but there are {len(table.columns)} columns; {_QUOTE}"
@@ -158,7 +158,7 @@ class TableReader:
 
 @dataclass(frozen=True, eq=False)
 class CaptionedImages(Source):
-    """The images of a table, each with the captions of all rows that name it. Evaluations read tables this way."""
+    """The images of a table, each with the captions of all rows that contain its path. Used by evaluations."""
 
     table: Table
     caption: str
@@ -177,7 +177,7 @@ class CaptionedImages(Source):
 
     @classmethod
     def load(cls, table: Table, caption: str) -> CaptionedImages:
-        """Group the rows of a table by image. A broken row is a group of its own, so that it is counted."""
+        """Group the rows of a table by image. Each broken row is a separate group, so that it is counted as broken."""
         rows: dict[str | int, list[int]] = {}
         with closing(TableReader(table)) as reader:
             for row in range(table.num_samples):

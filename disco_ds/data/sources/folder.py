@@ -36,7 +36,7 @@ class ImageFolder(Source):
                 if entry.is_dir() and not entry.name.startswith(".")
             ]
         )
-        # Labels have no blanks at their ends, because the label of a sample is a filled template, which has none.
+        # The label of a sample comes from a filled template, which is stripped, so strip these labels too.
         self.classes = [name.strip() for name in self.folders]
         self.files = [
             sorted(

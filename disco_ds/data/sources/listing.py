@@ -236,7 +236,7 @@ def list_shards(text: str) -> Listing:
         ValueError: If the braces are unbalanced or specify a shard twice, or if a URL or command has neither braces nor
             the name of a .tar file.
     """
-    # ${NAME} is an environment variable and neither a brace pattern nor a part of a name.
+    # ${NAME} is an environment variable, not a brace pattern, and not a part of the shard's name.
     masked = VARIABLE.sub(lambda found: "$" * len(found[0]), text) if is_remote(text) else text
     before, brace, _ = masked.partition("{")
     in_query = is_remote(text) and bool(brace) and "?" in before
@@ -254,18 +254,18 @@ def list_shards(text: str) -> Listing:
 
 
 def _expand(text: str, name: str) -> list[str]:
-    """Return the strings that a pattern with braces stands for.
+    """Expand the braces of a pattern, and return the resulting strings.
 
     Args:
         text: The pattern.
-        name: What to call it in messages.
+        name: Name of the pattern in error messages.
 
     Raises:
         ValueError: If a brace is missing, or if there are too many strings.
     """
     if _count_strings(text) > _MAX_SHARDS:
         raise ValueError(
-            f"the braces stand for more than {_MAX_SHARDS:,} shards; check their ranges"
+            f"the braces expand to more than {_MAX_SHARDS:,} shards; check their ranges"
         )
     try:
         return list(braceexpand(text, escape=False))
@@ -276,9 +276,9 @@ def _expand(text: str, name: str) -> list[str]:
 
 
 def _count_strings(text: str) -> int:
-    """Count the strings that a pattern with braces stands for, without making them."""
-    # For each open brace: where its content begins, the number of strings of the complete alternatives, and that of
-    # the current alternative.
+    """Count the strings to which a pattern with braces expands, without creating them."""
+    # For each open brace: where its content begins, the number of strings from its complete alternatives, and the
+    # number of strings from its current alternative.
     starts, totals, products = [0], [0], [1]
     for place, character in enumerate(text):
         if character == "{":

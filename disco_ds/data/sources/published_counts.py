@@ -98,7 +98,7 @@ def find_counts(
             if samples is None:
                 stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
-        # A sample has at least one member, which has a header and data.
+        # A sample has at least one member, and its header and data take at least 1,024 bytes.
         is_valid = type(samples) is int and 0 <= samples <= version.bytes // 1024
         return name, Found(name, samples if is_valid else None, version)
 
@@ -130,7 +130,7 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
         return Version(0, "")
     if "://" not in place:
         status = os.stat(place)
-        if not stat.S_ISREG(status.st_mode):  # opening a named pipe might never end
+        if not stat.S_ISREG(status.st_mode):  # opening a named pipe might block
             raise OSError(errno.EINVAL, "not a regular file", place)
         return Version(status.st_size, str(status.st_mtime_ns))
     if place.startswith(BUCKETS):
@@ -155,7 +155,7 @@ def _read_table(
         if isinstance(splits, dict):
             counts: dict[str, Any] = {}
             for split in splits.values():
-                # Other files may have the same name.
+                # An unrelated file may have the same name.
                 with suppress(AttributeError, KeyError, TypeError):
                     names = [Path(file).name for file in split["filenames"]]
                     counts.update(zip(names, split["shard_lengths"], strict=False))

@@ -162,7 +162,7 @@ def read_uids(path: Path) -> np.ndarray:
 
 
 def _parse_uid(text: str | bytes) -> tuple[int, int]:
-    """Return the two halves of a uid of 32 hexadecimal digits, which a csv file contains as bytes."""
+    """Return the two halves of a uid of 32 hexadecimal digits. The values of a csv file are bytes."""
     text = text.decode() if isinstance(text, bytes) else text
     return divmod(uuid.UUID(text).int, 2**64)
 
@@ -180,7 +180,7 @@ def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
     allowed = rule.get("in")
     if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
-        # json.dumps writes true and false as a csv does. pandas writes True and False.
+        # A csv may contain true and false, as json.dumps writes them, or True and False, as pandas does.
         allowed = allowed and [text(item) for item in allowed for text in (str, json.dumps)]
     if allowed is not None and value not in allowed:
         return False

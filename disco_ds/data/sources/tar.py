@@ -49,7 +49,7 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
 }
-"""First bytes of compressed files, with the program and the command that decompresses them."""
+"""First bytes of compressed files -> the format and the command that decompresses it."""
 
 
 class TarIndex:
@@ -114,7 +114,7 @@ class TarIndex:
 
 
 def _find_kind(file: BinaryIO) -> str | None:
-    """Return what a file is that is not a tar, and the remedy; None if unknown."""
+    """Return the kind of a file that is not a tar, with a remedy; None if it is unknown."""
     file.seek(0)
     start = file.read(512)
     for signature, (name, command) in _COMPRESSED.items():

@@ -1,8 +1,14 @@
-"""Towers that cost what their arithmetic costs: faster equivalents of parts of open_clip's modules.
+"""Faster replacements for parts of open_clip's towers.
 
-`replace_parts` puts them into a model that open_clip has built. Names and values of the parameters stay the same, and
-so does the function, up to rounding. attention.py and tile_kernels.py have the attention, blocks.py the residual block
-and the patch embedding, texts.py the text towers without padding, and compile.py compiles block by block.
+`replace_parts` puts them into a model that open_clip has built. The names and values of parameters stay the same, and
+the model computes the same function up to rounding.
+
+attention.py     self-attention
+tile_kernels.py  its Triton kernels
+blocks.py        the residual block and the patch embedding
+texts.py         text towers that do not compute padding
+replace.py       replacing the parts of a model
+compile.py       torch.compile, block by block
 """
 
 from disco_ds.models.fast.compile import compile_towers, is_compiled

@@ -1,8 +1,8 @@
-"""Self-attention from one product for q, k and v, for sequences of equal length and for packed texts.
+"""Self-attention that computes q, k and v with one matrix product, for sequences of equal length and packed texts.
 
 The parameters are those of nn.MultiheadAttention and of open_clip's Attention, with the same names. Packed texts are
 the tokens of many texts in one tensor, without padding; texts.py packs them. Their attention is a custom operator, so
-that torch.compile keeps it as it is and compiles one graph for any number of tokens.
+that torch.compile does not trace into it, and compiles one graph for any number of tokens.
 """
 
 # B images of S tokens, or T packed tokens; H heads of width D, H * D = C.
@@ -25,14 +25,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Packing(NamedTuple):
-    """Where the texts are in a packed tensor. They are sorted by length."""
+    """The positions of texts in a packed tensor. The texts are sorted by length."""
 
     groups: Tensor
     """[n, 2] int64 on the CPU: a length, and the number of consecutive texts of this length."""
     tiles: Tensor
-    """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. A tile has whole texts."""
+    """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. Tiles contain whole texts."""
     segments: Tensor
-    """[T] int32: the number of each row's text."""
+    """[T] int32: for each row, the number of its text."""
 
 
 class Attention(nn.Module):
@@ -43,7 +43,7 @@ class Attention(nn.Module):
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     causal: bool
-    """Whether a token sees only tokens that are not after it. A mask is then ignored, since it says the same."""
+    """Whether a token attends only to itself and to earlier tokens. If so, `mask` is ignored; it is causal too."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None
@@ -52,8 +52,8 @@ class Attention(nn.Module):
 
         Args:
             x: [B, S, C] or, with `packing`, [T, C].
-            mask: [S, S] or [B * H, S, S], is added to the scores.
-            packing: Where the texts are in x. Their attention is causal.
+            mask: [S, S] or [B * H, S, S], added to the scores.
+            packing: The positions of the texts in x. Their attention is causal.
         """
         *shape, width = x.shape
         heads = 3, self.num_heads, width // self.num_heads
@@ -79,7 +79,7 @@ def is_fast(qkv: Tensor) -> bool:
 
 @cache
 def has_fast_kernel(device: torch.device) -> bool:
-    """Return whether the Triton kernels were measured to be faster on such a device: since the H100."""
+    """Return whether the Triton kernels are faster on this device: an H100, where this was measured, or newer."""
     return has_kernel(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -91,7 +91,7 @@ def has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# The operators have a written backward, because autograd records nothing inside an operator.
+# The operators define their backward explicitly, because autograd records nothing inside a custom operator.
 
 
 @torch.library.custom_op("disco_ds::short_attention", mutates_args=())
@@ -162,7 +162,7 @@ def _packed_backward(
 
 
 def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Yield the rows, the number and the length of each group of texts of equal length."""
+    """For each group of texts of equal length, yield its rows, the number of its texts, and their length."""
     start = 0
     for length, count in groups.tolist():
         yield slice(start, start + length * count), (count, length)

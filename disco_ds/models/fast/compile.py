@@ -1,8 +1,8 @@
-"""Compile the towers of a model, block by block where they have blocks.
+"""Compile the towers of a model, block by block if their blocks are known.
 
 A residual block is compiled once, and all blocks of a tower share the code. Compiling a whole tower takes several times
-as long and is not faster (docs/results.md). Activation checkpointing surrounds the compiled blocks, so it restores the
-random generators for their second forward, as for eager blocks.
+as long and is not faster (docs/results.md). Activation checkpointing wraps the compiled blocks, so it restores the
+random generators before their second forward, as it does for eager blocks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def compile_towers(model: Any, checkpointing: bool) -> list[str]:
 
     Args:
         model: The model, before an engine wraps it.
-        checkpointing: Whether activation checkpointing is on. A tower without known blocks is then left as it is, since
-            checkpointing inside of compiled code may repeat a forward with other random numbers (pytorch issue 192635).
+        checkpointing: Whether activation checkpointing is on. If it is, a tower without known blocks is not compiled,
+            because checkpointing inside compiled code may repeat a forward with different random numbers (pytorch issue
+            192635).
 
     Returns:
-        For each side, "image" and "text", whose tower was not compiled: a reason.
+        For each tower that was not compiled, the reason.
     """
     towers = {"image": model.visual}
     text = getattr(model, "text", model)
@@ -39,11 +40,11 @@ def compile_towers(model: Any, checkpointing: bool) -> list[str]:
     for side, tower in towers.items():
         blocks = list(_find_blocks(tower))
         for block in blocks:
-            # Packed texts have another number of tokens in every batch.
+            # Packed texts have a different number of tokens in every batch.
             block.compile(options=OPTIONS, dynamic=True if side == "text" else None)
         if not blocks and checkpointing:
             reasons.append(
-                f"{side} tower: activation checkpointing inside of a tower without known blocks"
+                f"{side} tower: its blocks are unknown, and activation checkpointing inside compiled code is not safe"
             )
         elif not blocks:
             tower.compile(options=OPTIONS)

@@ -1,4 +1,4 @@
-"""Replace parts of a model that open_clip has built by faster ones with the same parameters."""
+"""Replace parts of a model that open_clip has built with faster ones that have the same parameters."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_parts(model: Any) -> None:
-    """Replace the blocks, the patch embedding and the text tower of a model by faster ones, where there is one.
+    """Replace the blocks, the patch embedding and the text tower of a model with faster versions, if they exist.
 
-    The function that the model computes, its parameters and their names stay the same. What is not known, such as
-    attention with scaled cosines, head scales or dropout, stays as it is.
+    The function that the model computes, its parameters and their names stay the same. Modules without a faster version
+    are not changed, such as attention with scaled cosines, head scales or dropout.
 
     Args:
-        model: A model that open_clip has built, or custom towers.
+        model: A model that open_clip has built, or a custom model.
     """
     text = getattr(model, "text", model)
     causal: set[nn.Module] = set()
@@ -58,7 +58,7 @@ def replace_parts(model: Any) -> None:
 
 
 def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]:
-    """Return which parts of the model are replaced, in words for the log.
+    """Return phrases for the log that describe which parts of the model are replaced.
 
     Args:
         model: The model.
@@ -88,7 +88,7 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
 
 
 def _adopt(kind: type[Module], module: nn.Module) -> Module:
-    """Return a module of another class with the parameters, children and attributes of `module`, which it replaces."""
+    """Return a module of class `kind` that has the parameters, children and attributes of `module`."""
     found = kind.__new__(kind)
     vars(found).update(vars(module))
     return found

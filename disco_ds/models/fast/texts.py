@@ -1,9 +1,9 @@
 """Text towers that do not compute padding.
 
-A causal tower whose feature is the token at the end of the text gives the same feature and gradients without the tokens
-after it. So the tokens of all texts of a micro-batch are packed into one tensor [T, C]. Everything but the attention
-works on single tokens, and the attention of the packed texts is in attention.py. Towers of Hugging Face mask their
-padding; their texts are cut to the longest one. Towers that attend to padding, such as SigLIP's, stay as they are.
+In a causal tower whose feature is the token at the end of the text, the tokens after it change neither the feature nor
+the gradients. So the other tokens of all texts of a micro-batch are packed into one tensor [T, C]. All layers except
+attention work on single tokens; the attention of packed texts is in attention.py. Hugging Face towers mask padding, so
+their texts are cut to the length of the longest one. Towers that attend to padding, such as SigLIP's, are not changed.
 """
 
 # m texts of L tokens with padding; T tokens without it; C is the width of the tower.
@@ -24,12 +24,13 @@ from torch.utils.checkpoint import checkpoint
 from disco_ds.models.fast.attention import HALVES, MAX_ROWS, Packing, has_kernel
 from disco_ds.models.fast.blocks import Block
 
+CPU = torch.device("cpu")
 CountTokens = Callable[[Tensor], np.ndarray]
-"""Returns how many tokens of each text [m, L] a tower needs, [m]. For a text on a GPU, the host waits."""
+"""Returns how many tokens of each text a tower needs, [m], for texts [m, L]. If these are on a GPU, the host waits."""
 
 
 class PackedText(TextTransformer):
-    """open_clip's causal text tower, on packed tokens."""
+    """open_clip's causal text tower, run on packed tokens."""
 
     def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
         """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
@@ -39,22 +40,24 @@ class PackedText(TextTransformer):
 
 
 class CutText(HFTextEncoder):
-    """open_clip's tower from Hugging Face, on texts that are cut to the longest one."""
+    """open_clip's wrapper of a Hugging Face text tower, run on texts that are cut to the length of the longest one."""
 
     def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
         """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
         if lengths is None:
             lengths = _count_to_last(x != self.config.pad_token_id)
-        # Multiples of 8, so that torch.compile and the allocator meet only a few lengths.
+        # Round up to a multiple of 8, so that torch.compile and the allocator see only a few lengths.
         return super().forward(x[:, : -(-int(lengths.max()) // 8) * 8])
 
 
-def find_counter(model: Any) -> CountTokens | None:
-    """Return how to count the tokens that the model's text tower needs, or None if it needs all of them."""
+def find_counter(
+    model: Any, device: torch.device = CPU, is_half: bool = False
+) -> CountTokens | None:
+    """Return a function that counts the tokens that the model's text tower needs, or None if it needs all of them."""
     tower = getattr(model, "text", model)
     if isinstance(tower, CutText):
         return lambda text: _count_to_last(text != tower.config.pad_token_id)
-    if not packs(tower):
+    if not packs(tower) or not can_run_packed(tower.attn_mask.shape[0], device, is_half):
         return None
     pool_type, eos = _read_pooling(tower)
     if pool_type == "argmax":
@@ -63,7 +66,7 @@ def find_counter(model: Any) -> CountTokens | None:
 
 
 def packs(tower: Any) -> bool:
-    """Return whether `encode_packed` can run this text tower, which may also be a CLIP that contains its parts."""
+    """Return whether `encode_packed` can run this text tower, or this CLIP that contains the parts of one."""
     if not can_pack(tower):
         return False
     return all(isinstance(block, Block) for block in tower.transformer.resblocks)
@@ -85,13 +88,13 @@ def can_run_packed(context: int, device: torch.device, is_half: bool) -> bool:
 
 
 def can_pack(tower: Any) -> bool:
-    """Return whether tokens after the pooled one change nothing in this tower of open_clip."""
+    """Return whether tokens after the pooled one have no effect in this open_clip tower."""
     pooled = _read_pooling(tower)[0] in ("argmax", "eos")
     return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
 
 
 def is_causal(tower: Any) -> bool:
-    """Return whether the mask of this tower of open_clip is the causal one, without a mask for padding."""
+    """Return whether this open_clip tower uses the causal mask, and no mask for padding."""
     adds = getattr(tower, "cls_emb", None) is not None or getattr(tower, "use_pad_mask", False)
     return getattr(tower, "attn_mask", None) is not None and not adds
 
@@ -104,7 +107,7 @@ def _read_pooling(tower: Any) -> tuple[str | None, int | None]:
 
 
 def _count_to_last(needed: Tensor) -> np.ndarray:
-    """Return the number of tokens up to the last needed one of each text [m, L], at least 1."""
+    """Return the number of tokens of each text up to the last needed one, at least 1. `needed` is [m, L] bool."""
     places = torch.arange(1, needed.shape[1] + 1, device=needed.device)
     return (needed * places).amax(1).clamp(min=1).cpu().numpy()
 
@@ -140,15 +143,15 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
 def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
 
-    T is rounded up by texts of one token at the start, which nothing reads: the allocator meets only a few sizes.
+    One-token texts at the start, which nothing reads, round up T, so that the allocator sees only a few sizes.
 
     Args:
         text: [m, L] tokens.
         lengths: [m], the number of tokens of each text.
 
     Returns:
-        The tokens and their positions in the text, [T]; the row of the last token of each text, [m]; and where the
-        texts are.
+        The tokens and their positions in the text, [T]; the row of the last token of each text, [m]; and the positions
+        of the texts in the packed tensor.
     """
     m = len(lengths)
     unit = max(m // 4, 1)
@@ -177,7 +180,7 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
 
 
 def _tile(end: np.ndarray) -> np.ndarray:
-    """Divide texts, which end before the rows `end`, into tiles of at most MAX_ROWS rows, or of one longer text."""
+    """Divide texts into tiles of at most MAX_ROWS rows. A longer text is one tile. `end` is the row after each text."""
     starts = [0]
     number = 0
     while number < len(end):

@@ -3,7 +3,7 @@
 A tile is up to ROWS consecutive token rows that contain whole sequences: one image, or several texts. One program
 computes one tile for one head. All scores of a tile are in registers at once, so the softmax needs a single pass, and
 the backward recomputes it instead of reading the output or row sums. Each value is read and written once, and there are
-no atomics, so results are reproducible bit by bit. Only attention.py imports this file.
+no atomics, so results are bitwise reproducible. Only attention.py imports this file.
 """
 
 # T token rows, H heads of width D. qkv is [T, 3, H, D]; `tiles` has the first row of each tile and, at the end, T.
@@ -58,7 +58,7 @@ def _probabilities(q, k, rows, end, segment, scale, CAUSAL: tl.constexpr):
         visible = visible & (rows[:, None] >= rows[None, :])
     scores = tl.where(visible, scores, float("-inf"))
     largest = tl.max(scores, 1)
-    # Rows after the end of the tile see nothing.
+    # Rows after the end of the tile attend to nothing.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(scores - largest[:, None])
     total = tl.sum(weights, 1)
@@ -80,7 +80,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write softmax(q k' scale) v. WIDTH is the power of two that is at least D."""
+    """Write softmax(q k' scale) v. WIDTH is D rounded up to a power of two, at least 16."""
     head = tl.program_id(1)
     rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
     columns = tl.arange(0, WIDTH)
@@ -140,9 +140,9 @@ def attend(
         qkv: [T, 3, H, D], contiguous.
         tiles: [tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are one
             sequence and one tile.
-        segments: [T] int32: the number of each row's sequence.
+        segments: [T] int32: for each row, the number of its sequence.
         length: Rows of a sequence. Not used with `tiles`.
-        causal: Whether a row sees only rows that are not after it.
+        causal: Whether a row attends only to itself and to earlier rows.
         rows: Maximum number of rows of a tile: a power of two, at least 16.
 
     Returns:
@@ -176,7 +176,7 @@ def _launch(kernel, qkv, tiles, segments, tensors, length, causal, rows):
     if not count:
         return
     packed = tiles is not None
-    places = (tiles, segments) if packed else (qkv, qkv)  # any pointer will do if it is not read
+    places = (tiles, segments) if packed else (qkv, qkv)  # not read, but must be pointers
     width = max(16, triton.next_power_of_2(D))
     # Measured on an H100 for tiles of 32 to 128 rows and heads of width 64.
     small = rows * width <= 64 * 64 or (kernel is backward_kernel and width <= 64)
