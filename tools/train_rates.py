@@ -213,7 +213,7 @@ def draw_lengths(captions: str, m: int, context: int) -> np.ndarray:
     """Draw the number of tokens of m captions.
 
     Args:
-        captions: "mean19": like alt texts, log-normal with a mean of 19, a median of 17, and 36 at 95%. "full": all
+        captions: "mean19": like alt texts, log-normal with a mean of 19.6, a median of 18, and 36 at 95%. "full": all
             captions fill the context. A range such as "5-11": uniform.
         m: Number of captions.
         context: Maximum number of tokens.
