@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from open_clip.hf_model import HFTextEncoder
+from open_clip.transformer import TextTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.distributed import comm
@@ -119,6 +121,67 @@ def test_patches_crop_and_add_the_bias_as_a_convolution_does() -> None:
     assert type(holder.visual.proj) is Patches
     image = torch.randn(2, 3, 10, 7, dtype=torch.float64)
     torch.testing.assert_close(holder.visual.proj(image), layer(image), rtol=1e-13, atol=1e-13)
+
+
+class Halved:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        # nn.MultiheadAttention also returns the weights; the attention of open_clip 4 does not.
+        return (0.5 * out[0], None) if isinstance(out, tuple) else 0.5 * out
+
+
+class Prefix(TextTransformer):
+    def build_causal_mask(self) -> Tensor:
+        mask = super().build_causal_mask()
+        mask[:, :4] = 0
+        return mask
+
+
+def change_towers(change: str) -> nn.Module:
+    """Two towers of open_clip's parts, one of them changed."""
+    sizes = {"width": 32, "heads": 2, "layers": 2, "mlp_ratio": 2.0, "output_dim": 16}
+    kind = Prefix if change == "another mask" else TextTransformer
+    model = nn.Module()
+    model.two_views = False
+    model.visual = visual = VisionTransformer(32, 8, **sizes)
+    model.text = text = kind(CONTEXT, VOCABULARY, **sizes)
+    block = text.transformer.resblocks[0]
+    if change == "one transformer for both towers":
+        visual.transformer = text.transformer
+    elif change == "one list of blocks for each tower":
+        visual.transformer.resblocks = nn.ModuleList(text.transformer.resblocks)
+    elif change == "one block for all layers":
+        text.transformer.resblocks = nn.ModuleList([block, block, block])
+    elif change == "a subclass of the attention":
+        block.attn.__class__ = type("Changed", (Halved, type(block.attn)), {})
+    elif change == "parametrized weights":
+        parametrize.register_parametrization(block.attn, "in_proj_weight", nn.Tanh())
+    return model.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_packed"),
+    [
+        ("one transformer for both towers", True),
+        ("one list of blocks for each tower", True),
+        ("one block for all layers", True),
+        ("a subclass of the attention", False),
+        ("parametrized weights", False),
+        ("another mask", False),
+    ],
+)
+def test_custom_towers_of_open_clips_parts_stay_the_same_function(
+    change: str, is_packed: bool
+) -> None:
+    torch.manual_seed(0)
+    model = change_towers(change)
+    image = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    text = captions([1, 12, 7, 5])
+    expected = model.visual(image), model.text(text)
+    replace_parts(model)
+    assert (find_counter(model) is not None) == is_packed
+    for found, side in zip((model.visual(image), model.text(text)), expected, strict=True):
+        torch.testing.assert_close(found, side, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("pooler", ["mean_pooler", "cls_pooler"])

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import open_clip
 import torch
 from open_clip.hf_model import HFTextEncoder
 from open_clip.transformer import TextTransformer
@@ -89,7 +90,12 @@ def can_pack(tower: Any) -> bool:
 
 
 def is_causal(tower: Any) -> bool:
-    """Return whether the mask of this tower of open_clip is the causal one, without a mask for padding."""
+    """Return whether the mask of this tower of open_clip is the causal one, without a mask for padding.
+
+    A subclass may have another mask.
+    """
+    if type(tower) not in (open_clip.CLIP, TextTransformer, PackedText):
+        return False
     adds = getattr(tower, "cls_emb", None) is not None or getattr(tower, "use_pad_mask", False)
     return getattr(tower, "attn_mask", None) is not None and not adds
 
