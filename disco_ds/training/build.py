@@ -37,7 +37,7 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import stage
+from disco_ds.config.ds_config import precision, stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -418,8 +418,9 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
     if comm.rank() == 0:
-        parts = ", ".join([*describe_parts(model, comm.local_device()), compiled])
-        say(f"towers: {parts}")
+        is_half = precision(config.deepspeed) != "fp32"
+        parts = describe_parts(model, comm.local_device(), is_half)
+        say(f"towers: {', '.join([*parts, compiled])}")
     return model, tokenizer
 
 

@@ -24,7 +24,7 @@ from disco_ds.models.clip import Texts, build_model, read_preprocessing
 from disco_ds.models.fast import describe_parts, find_counter, replace_parts
 from disco_ds.models.fast.attention import packed_attention, short_attention
 from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import MAX_ROWS, pack
+from disco_ds.models.fast.texts import MAX_ROWS, fits_kernels, pack
 from disco_ds.models.flops import count_flops
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -103,7 +103,7 @@ def test_towers_equal_those_of_open_clip_in_float64(name: str, tmp_path: Path, m
         assert (found[key] - value).norm() <= 1e-12 * value.norm() + 1e-14, key
     kinds = {type(module) for module in ours.modules()}
     packed = MODELS[name][2]
-    assert ("packed texts" in describe_parts(ours, CPU)) == packed
+    assert ("packed texts" in describe_parts(ours, CPU, False)) == packed
     assert (find_counter(ours) is not None) == packed
     assert Patches in kinds
     assert (Block in kinds) == (name not in ("head scales", "norm of q and k"))
@@ -252,6 +252,22 @@ def test_counted_lengths_are_the_ones_that_may_be_given(tmp_path: Path) -> None:
     image = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     given, counted = (gradients(model, image, text, **x) for x in ({"lengths": lengths}, {}))
     assert all(torch.equal(given[name], counted[name]) for name in given)
+
+
+def test_log_says_what_a_gpu_runs_in_fp32_and_without_texts(tmp_path: Path) -> None:
+    path = write(tmp_path, "CLIP")
+    views = build(path, "auto", two_views=True)
+    assert find_counter(views) is None
+    assert not [part for part in describe_parts(views, CPU, False) if "texts" in part]
+    on_gpu = describe_parts(build(path, "auto"), torch.device("cuda"), False)
+    assert not {"packed texts", "image attention by Triton"} & set(on_gpu)
+
+
+def test_heads_that_are_wider_than_a_tile_are_not_packed_on_a_gpu(tmp_path: Path) -> None:
+    MODELS["wide heads"] = ({}, {"width": 512, "heads": 2}, True)
+    model = build(write(tmp_path, "wide heads"), "auto")
+    assert not fits_kernels(model, CONTEXT, torch.device("cuda"), is_half=True)
+    assert fits_kernels(model, CONTEXT, CPU, is_half=True)
 
 
 def test_operations_are_those_of_the_tokens(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, has_fast_kernel
 from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import CutText, PackedText, can_pack, is_causal, packs
+from disco_ds.models.fast.texts import CutText, PackedText, can_pack, fits_kernels, is_causal, packs
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -52,15 +52,26 @@ def replace_parts(model: Any) -> None:
         model.text = _adopt(CutText, text)
 
 
-def describe_parts(model: Any, device: torch.device) -> list[str]:
-    """Return which parts of the model are replaced, in words for the log."""
+def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]:
+    """Return which parts of the model are replaced, in words for the log.
+
+    Args:
+        model: The model.
+        device: The device on which it will run.
+        is_half: Whether it computes with 16-bit values.
+    """
     text = getattr(model, "text", model)
     found = []
-    if packs(text):
+    if model.two_views:
+        pass  # the text tower does not run
+    elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
         found.append("packed texts")
+    elif packs(text):
+        limits = f"16-bit values, up to {MAX_ROWS} tokens and heads of up to {MAX_ROWS}"
+        found.append(f"padded texts (packing on a GPU needs {limits})")
     elif isinstance(text, CutText):
         found.append("texts cut to the longest one")
-    elif not model.two_views:
+    else:
         known = not hasattr(text, "transformer") or can_pack(text)
         reason = "unknown blocks" if known else "padding changes the features of this tower"
         found.append(f"padded texts ({reason})")
@@ -69,7 +80,7 @@ def describe_parts(model: Any, device: torch.device) -> list[str]:
         found.append("matrix patches")
     if Block in kinds:
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))
-        triton = has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
+        triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
         found.append(f"image attention by {'Triton' if triton else 'torch'}")
     return found
 

@@ -51,7 +51,12 @@ class CutText(HFTextEncoder):
 
 
 def find_counter(model: Any) -> CountTokens | None:
-    """Return how to count the tokens that the model's text tower needs, or None if it needs all of them."""
+    """Return how to count the tokens that the model's text tower needs.
+
+    Return None if it needs all of them, or if the model has two views of each image in place of a text.
+    """
+    if getattr(model, "two_views", False):
+        return None
     tower = getattr(model, "text", model)
     if isinstance(tower, CutText):
         return lambda text: _count_to_last(text != tower.config.pad_token_id)
@@ -71,16 +76,23 @@ def packs(tower: Any) -> bool:
 
 
 def runs_packed(tower: Any, text: Tensor) -> bool:
-    """Return whether the tower runs on packed tokens in the current precision, on the device of `text`.
-
-    On a GPU, only the Triton kernels make it worth it. They take 16-bit values and short texts.
-    """
-    if not text.is_cuda:
-        return True
+    """Return whether the tower runs on packed tokens in the current precision, on the device of `text`."""
     dtype = tower.transformer.get_cast_dtype()
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    return text.shape[1] <= MAX_ROWS and dtype in HALVES and has_kernel(text.device)
+    return fits_kernels(tower, text.shape[1], text.device, dtype in HALVES)
+
+
+def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: bool) -> bool:
+    """Return whether a tower runs on packed tokens of texts of up to `num_tokens`.
+
+    On a GPU, only the Triton kernels make it worth it. They take 16-bit values, short texts and narrow heads.
+    """
+    if device.type != "cuda":
+        return True
+    attention = tower.transformer.resblocks[0].attn
+    head_width = attention.out_proj.in_features // attention.num_heads
+    return max(num_tokens, head_width) <= MAX_ROWS and is_half and has_kernel(device)
 
 
 def can_pack(tower: Any) -> bool:
