@@ -176,8 +176,7 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     last = np.empty(m, np.int64)
     last[order] = end[num_spare:] - 1
     tiles = _tile(end)
-    counts = np.unique_counts(length)
-    groups = torch.from_numpy(np.stack([counts.values, counts.counts], 1))
+    groups = torch.from_numpy(np.stack(np.unique(length, return_counts=True), 1))
     # One copy, from pinned memory on a GPU.
     ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
