@@ -270,6 +270,14 @@ def test_heads_that_are_wider_than_a_tile_are_not_packed_on_a_gpu(tmp_path: Path
     assert fits_kernels(model, CONTEXT, CPU, is_half=True)
 
 
+def test_no_text_has_no_features(tmp_path: Path) -> None:
+    for name in ("CLIP", "own text tower"):
+        model = build(write(tmp_path, name), "auto")
+        features = model(text=captions([1])[:0])[1]
+        assert features.shape == (0, 16)
+        features.sum().backward()
+
+
 def test_operations_are_those_of_the_tokens(tmp_path: Path) -> None:
     ours, theirs = (build(write(tmp_path, "CLIP"), towers) for towers in ("auto", "open_clip"))
     image = count_flops(ours, 1) - (count_flops(ours, 2) - count_flops(ours, 1))

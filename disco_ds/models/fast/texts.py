@@ -182,7 +182,7 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
     n = len(length)
     owner_, length_, end_, last_, tiles_ = ints.split([n, n, n, m, len(tiles)])
-    T = int(end[-1])
+    T = int(length.sum())
     numbers = torch.arange(n, device=text.device)
     segments = numbers.repeat_interleave(length_, output_size=T)
     start = end_ - length_
