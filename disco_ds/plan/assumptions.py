@@ -21,7 +21,7 @@ class Assumptions:
     num_samples: int | None = None
     """Number of samples in the data, for losses that keep state per sample; None if unknown."""
     text_tokens: float | None = None
-    """Mean number of tokens of a text, for text towers that do not compute padding. None: read it from the shards if
+    """Mean number of tokens of a text, if the texts are packed; not used otherwise. None: read it from the shards if
     they are on this machine; otherwise, all texts are as long as the model allows."""
     text_deviation: float | None = None
     """Standard deviation of the number of tokens. None: half of the mean."""

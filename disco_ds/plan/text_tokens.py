@@ -15,7 +15,8 @@ from disco_ds.data import ImageSpec, SampleForm, Source, load_sources
 from disco_ds.data.images.broken import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
 from disco_ds.models.clip import build_tokenizer, read_preprocessing, read_text_size
-from disco_ds.models.fast import find_counter
+from disco_ds.models.fast import find_counter, packs
+from disco_ds.models.fast.attention import MAX_ROWS
 from disco_ds.plan.assumptions import Assumptions
 
 NUM_CAPTIONS = 1000
@@ -32,12 +33,13 @@ def read_text_tokens(
 
     Args:
         config: The recipe.
-        assumed: Returned unchanged if it has the number, the texts are padded, or the shards cannot be read.
-        build: Function that builds the recipe's model. The parameters need no values.
+        assumed: Returned as it is if it has the number, or the shards cannot be read. If the texts are not packed on a
+            GPU, it is returned without the number.
+        build: Builds the recipe's model. Its parameters need no values.
     """
-    if precision(config.deepspeed) == "fp32":  # GPUs compute padding in fp32
-        return replace(assumed, text_tokens=None)
-    if assumed.text_tokens is not None or config.data.source == "synthetic":
+    if assumed.text_tokens is not None:
+        return assumed if is_packed(config, build(config)) else replace(assumed, text_tokens=None)
+    if config.data.source == "synthetic":
         return assumed
     if any("://" in str(part.shards) for part in config.data.parts):
         return assumed
@@ -46,7 +48,7 @@ def read_text_tokens(
         sources = load_sources(config.data)
         model = build(config)
         count = find_counter(model)
-        if count is None:
+        if count is None or not is_packed(config, model):
             return assumed
         look = read_preprocessing(model)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
@@ -65,6 +67,17 @@ def read_text_tokens(
         text_deviation=float(found.std()),
         num_captions=len(lengths),
     )
+
+
+def is_packed(config: Config, model: Any) -> bool:
+    """Return whether a GPU computes only the tokens of each text that the model needs.
+
+    Texts that are cut to the longest one of a micro-batch are not packed: with many texts, one of them is long.
+    """
+    is_short = read_text_size(model)[0] <= MAX_ROWS
+    is_exact = precision(config.deepspeed) == "fp32"
+    packed = packs(getattr(model, "text", model)) and not model.two_views
+    return packed and is_short and not is_exact
 
 
 def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:

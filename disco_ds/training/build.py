@@ -419,8 +419,8 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
     compiled = compile_if_possible(config, model)
     if comm.rank() == 0:
         is_half = precision(config.deepspeed) != "fp32"
-        parts = ", ".join([*describe_parts(model, comm.local_device(), is_half), compiled])
-        say(f"towers: {parts}")
+        parts = describe_parts(model, comm.local_device(), is_half)
+        say(f"towers: {', '.join([*parts, compiled])}")
     return model, tokenizer
 
 

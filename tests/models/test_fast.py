@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from open_clip.hf_model import HFTextEncoder
+from open_clip.transformer import TextTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.distributed import comm
@@ -22,7 +24,7 @@ from disco_ds.models.clip import Texts, build_model, read_preprocessing
 from disco_ds.models.fast import describe_parts, find_counter, replace_parts
 from disco_ds.models.fast.attention import packed_attention, short_attention
 from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import MAX_ROWS, pack
+from disco_ds.models.fast.texts import MAX_ROWS, fits_kernels, pack
 from disco_ds.models.flops import count_flops
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -121,6 +123,67 @@ def test_patches_crop_and_add_the_bias_as_a_convolution_does() -> None:
     torch.testing.assert_close(holder.visual.proj(image), layer(image), rtol=1e-13, atol=1e-13)
 
 
+class Halved:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        # nn.MultiheadAttention also returns the weights; the attention of open_clip 4 does not.
+        return (0.5 * out[0], None) if isinstance(out, tuple) else 0.5 * out
+
+
+class Prefix(TextTransformer):
+    def build_causal_mask(self) -> Tensor:
+        mask = super().build_causal_mask()
+        mask[:, :4] = 0
+        return mask
+
+
+def change_towers(change: str) -> nn.Module:
+    """Two towers of open_clip's parts, one of them changed."""
+    sizes = {"width": 32, "heads": 2, "layers": 2, "mlp_ratio": 2.0, "output_dim": 16}
+    kind = Prefix if change == "another mask" else TextTransformer
+    model = nn.Module()
+    model.two_views = False
+    model.visual = visual = VisionTransformer(32, 8, **sizes)
+    model.text = text = kind(CONTEXT, VOCABULARY, **sizes)
+    block = text.transformer.resblocks[0]
+    if change == "one transformer for both towers":
+        visual.transformer = text.transformer
+    elif change == "one list of blocks for each tower":
+        visual.transformer.resblocks = nn.ModuleList(text.transformer.resblocks)
+    elif change == "one block for all layers":
+        text.transformer.resblocks = nn.ModuleList([block, block, block])
+    elif change == "a subclass of the attention":
+        block.attn.__class__ = type("Changed", (Halved, type(block.attn)), {})
+    elif change == "parametrized weights":
+        parametrize.register_parametrization(block.attn, "in_proj_weight", nn.Tanh())
+    return model.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_packed"),
+    [
+        ("one transformer for both towers", True),
+        ("one list of blocks for each tower", True),
+        ("one block for all layers", True),
+        ("a subclass of the attention", False),
+        ("parametrized weights", False),
+        ("another mask", False),
+    ],
+)
+def test_custom_towers_of_open_clips_parts_stay_the_same_function(
+    change: str, is_packed: bool
+) -> None:
+    torch.manual_seed(0)
+    model = change_towers(change)
+    image = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    text = captions([1, 12, 7, 5])
+    expected = model.visual(image), model.text(text)
+    replace_parts(model)
+    assert (find_counter(model) is not None) == is_packed
+    for found, side in zip((model.visual(image), model.text(text)), expected, strict=True):
+        torch.testing.assert_close(found, side, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("pooler", ["mean_pooler", "cls_pooler"])
 def test_texts_of_hugging_face_are_cut_to_the_longest(pooler: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -189,6 +252,30 @@ def test_counted_lengths_are_the_ones_that_may_be_given(tmp_path: Path) -> None:
     image = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     given, counted = (gradients(model, image, text, **x) for x in ({"lengths": lengths}, {}))
     assert all(torch.equal(given[name], counted[name]) for name in given)
+
+
+def test_log_says_what_a_gpu_runs_in_fp32_and_without_texts(tmp_path: Path) -> None:
+    path = write(tmp_path, "CLIP")
+    views = build(path, "auto", two_views=True)
+    assert find_counter(views) is None
+    assert not [part for part in describe_parts(views, CPU, False) if "texts" in part]
+    on_gpu = describe_parts(build(path, "auto"), torch.device("cuda"), False)
+    assert not {"packed texts", "image attention by Triton"} & set(on_gpu)
+
+
+def test_heads_that_are_wider_than_a_tile_are_not_packed_on_a_gpu(tmp_path: Path) -> None:
+    MODELS["wide heads"] = ({}, {"width": 512, "heads": 2}, True)
+    model = build(write(tmp_path, "wide heads"), "auto")
+    assert not fits_kernels(model, CONTEXT, torch.device("cuda"), is_half=True)
+    assert fits_kernels(model, CONTEXT, CPU, is_half=True)
+
+
+def test_no_text_has_no_features(tmp_path: Path) -> None:
+    for name in ("CLIP", "own text tower"):
+        model = build(write(tmp_path, name), "auto")
+        features = model(text=captions([1])[:0])[1]
+        assert features.shape == (0, 16)
+        features.sum().backward()
 
 
 def test_operations_are_those_of_the_tokens(tmp_path: Path) -> None:

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
+from open_clip.transformer import VisionTransformer
 from timm.models import register_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
 from disco_ds.cli.dry_run import describe_run
 from disco_ds.cli.main import main
-from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
+from disco_ds.config import Config, ModelSettings, OptimSettings, load_config, render_ds_config
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
+from disco_ds.models.two_towers import TwoTowers
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
+from disco_ds.plan.overview import plan_run
 from disco_ds.plan.speed import _count_engine, plan_speed
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
@@ -407,6 +411,44 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     speed = plan_speed(plain, 8, towers, gpu, assumed)
     assert speed is not None
     assert (speed.tuning_s, speed.compile_s) == (0, 0)
+
+
+def build_with_roberta() -> TwoTowers:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=40,
+    )
+    visual = VisionTransformer(32, 8, 32, 1, 2, 2.0, output_dim=16)
+    text = HFTextEncoder("", 16, config=config, pooler_type="mean_pooler", proj_type="linear")
+    return TwoTowers(visual, text, lambda texts: torch.ones(len(texts), 36), 36, 60, 32)
+
+
+def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> None:
+    """In fp32, they are padded. Hugging Face's are cut to the longest one, and one of many is long."""
+    short = Assumptions(text_tokens=2.0)
+    roberta = {
+        "model__name": ModelSettings().name,
+        "model__factory": f"{__name__}:build_with_roberta",
+    }
+    views = {"model__two_views": True, "data__augment__zoom": 0.1}
+    for precision, changes, is_packed in (
+        (AUTOCAST, {}, True),
+        ({}, {}, False),
+        (AUTOCAST, views, False),
+        (AUTOCAST, roberta, False),
+    ):
+        config = tiny(tmp_path, deepspeed=precision, **changes)
+        padded, found = plan_run(config), plan_run(config, assumed=short)
+        assert padded.speed is not None
+        assert found.speed is not None
+        assert (found.speed.towers_s < padded.speed.towers_s) == is_packed
+        assert (found.memory.total < padded.memory.total) == is_packed
+        assert found.assumed.text_tokens == (2.0 if is_packed else None)
 
 
 def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Attention(nn.Module):
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     causal: bool
-    """Whether a token attends only to itself and to earlier tokens. If so, `mask` is ignored; it is causal too."""
+    """Whether a mask, if there is one, is the causal one: a token sees only tokens that are not after it."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None
@@ -60,14 +60,16 @@ class Attention(nn.Module):
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(*shape, *heads)
         if packing is not None:
             return self.out_proj(packed_attention(qkv, *packing))
-        if self.causal:
+        # A block that both towers share gets no mask for images.
+        causal = self.causal and mask is not None
+        if causal:
             mask = None
         if mask is None and is_fast(qkv):
-            return self.out_proj(short_attention(qkv, self.causal))
+            return self.out_proj(short_attention(qkv, causal))
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (-1, self.num_heads))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.out_proj(out.transpose(1, 2).reshape(x.shape))
 
 

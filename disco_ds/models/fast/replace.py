@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import open_clip
 import torch
 from open_clip.hf_model import HFTextEncoder
 from open_clip.transformer import Attention as OpenClipAttention
@@ -17,14 +16,7 @@ from torch import nn
 
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, has_fast_kernel
 from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import (
-    CutText,
-    PackedText,
-    can_pack,
-    can_run_packed,
-    is_causal,
-    packs,
-)
+from disco_ds.models.fast.texts import CutText, PackedText, can_pack, fits_kernels, is_causal, packs
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -39,16 +31,19 @@ def replace_parts(model: Any) -> None:
         model: A model that open_clip has built, or a custom model.
     """
     text = getattr(model, "text", model)
-    causal: set[nn.Module] = set()
-    if isinstance(text, TextTransformer | open_clip.CLIP) and is_causal(text):
-        causal = set(text.transformer.resblocks)
+    causal: set[nn.Module] = set(text.transformer.resblocks) if is_causal(text) else set()
+    replaced: dict[nn.Module | None, nn.Module] = {}
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_known_block(child):
+        # A block may be shared: by several layers, or by both towers. named_children() would omit its second name.
+        for name, child in list(parent._modules.items()):
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+            elif _is_known_block(child):
                 is_in_causal_tower = child in causal
                 child.attn = _adopt(Attention, child.attn)
                 child.attn.causal = is_in_causal_tower
-                setattr(parent, name, _adopt(Block, child))
+                replaced[child] = _adopt(Block, child)
+                setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
     if type(text) is TextTransformer and can_pack(text) and packs(text):
@@ -63,17 +58,20 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
     Args:
         model: The model.
         device: The device that it will run on.
-        is_half: Whether its matrix products are in 16 bits.
+        is_half: Whether it computes with 16-bit values.
     """
     text = getattr(model, "text", model)
     found = []
-    if packs(text) and not can_run_packed(text.attn_mask.shape[0], device, is_half):
-        found.append("padded texts (no kernel for this GPU, precision and context length)")
-    elif packs(text):
+    if model.two_views:
+        pass  # the text tower does not run
+    elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
         found.append("packed texts")
+    elif packs(text):
+        limits = f"16-bit values, up to {MAX_ROWS} tokens and heads of up to {MAX_ROWS}"
+        found.append(f"padded texts (packing on a GPU needs {limits})")
     elif isinstance(text, CutText):
         found.append("texts cut to the longest one")
-    elif not model.two_views:
+    else:
         known = not hasattr(text, "transformer") or can_pack(text)
         reason = "unknown blocks" if known else "padding changes the features of this tower"
         found.append(f"padded texts ({reason})")
@@ -94,24 +92,25 @@ def _adopt(kind: type[Module], module: nn.Module) -> Module:
     return found
 
 
-def _is_known_block(block: nn.Module) -> bool:
+def _is_known_block(block: Any) -> bool:
     if type(block) not in (ResidualAttentionBlock, CustomResidualAttentionBlock):
         return False
-    attention: Any = block.attn
+    attention = block.attn
+    # Custom attention, also in a subclass, may compute another function.
+    if type(attention) not in (nn.MultiheadAttention, OpenClipAttention):
+        return False
     if hasattr(block, "ln_1_kv") or attention.in_proj_weight is None:  # cross attention
         return False
     if isinstance(attention, nn.MultiheadAttention):
         plain = attention.batch_first and attention.bias_k is None and not attention.add_zero_attn
         return plain and attention.dropout == 0
-    if type(attention) is not OpenClipAttention:
-        return False
     norms = attention.ln_q, attention.ln_k, attention.ln_inner
     drops = attention.attn_drop.p or attention.out_drop.p
     scales = attention.logit_scale is not None or attention.head_scale is not None
     return all(type(norm) is nn.Identity for norm in norms) and not (drops or scales)
 
 
-def _is_patch_embedding(layer: nn.Module) -> bool:
+def _is_patch_embedding(layer: Any) -> bool:
     if type(layer) is not nn.Conv2d or layer.groups > 1 or any(layer.padding):
         return False
     return layer.kernel_size == layer.stride and layer.dilation == (1, 1) and layer.in_channels == 3

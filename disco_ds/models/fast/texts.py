@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import open_clip
 import torch
 from open_clip.hf_model import HFTextEncoder
 from open_clip.transformer import TextTransformer
@@ -53,11 +54,16 @@ class CutText(HFTextEncoder):
 def find_counter(
     model: Any, device: torch.device = CPU, is_half: bool = False
 ) -> CountTokens | None:
-    """Return a function that counts the tokens that the model's text tower needs, or None if it needs all of them."""
+    """Return a function that counts the tokens that the model's text tower needs.
+
+    Return None if it needs all of them on this device, or if the model has two views of each image and no text.
+    """
+    if getattr(model, "two_views", False):
+        return None
     tower = getattr(model, "text", model)
     if isinstance(tower, CutText):
         return lambda text: _count_to_last(text != tower.config.pad_token_id)
-    if not packs(tower) or not can_run_packed(tower.attn_mask.shape[0], device, is_half):
+    if not packs(tower) or not fits_kernels(tower, tower.context_length, device, is_half):
         return None
     pool_type, eos = _read_pooling(tower)
     if pool_type == "argmax":
@@ -77,14 +83,19 @@ def runs_packed(tower: Any, text: Tensor) -> bool:
     dtype = tower.transformer.get_cast_dtype()
     if text.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    return can_run_packed(text.shape[1], text.device, dtype in HALVES)
+    return fits_kernels(tower, text.shape[1], text.device, dtype in HALVES)
 
 
-def can_run_packed(context: int, device: torch.device, is_half: bool) -> bool:
-    """Return whether packed texts are fast. On a GPU, only the Triton kernels make them so."""
+def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: bool) -> bool:
+    """Return whether a tower runs on packed tokens of texts of up to `num_tokens`.
+
+    On a GPU, only the Triton kernels make it worth it. They take 16-bit values, short texts and narrow heads.
+    """
     if device.type != "cuda":
         return True
-    return is_half and context <= MAX_ROWS and has_kernel(device)
+    attention = tower.transformer.resblocks[0].attn
+    head_width = attention.out_proj.in_features // attention.num_heads
+    return max(num_tokens, head_width) <= MAX_ROWS and is_half and has_kernel(device)
 
 
 def can_pack(tower: Any) -> bool:
@@ -94,7 +105,12 @@ def can_pack(tower: Any) -> bool:
 
 
 def is_causal(tower: Any) -> bool:
-    """Return whether this open_clip tower uses the causal mask, and no mask for padding."""
+    """Return whether this open_clip tower uses the causal mask, and no mask for padding.
+
+    A subclass may have another mask.
+    """
+    if type(tower) not in (open_clip.CLIP, TextTransformer, PackedText):
+        return False
     adds = getattr(tower, "cls_emb", None) is not None or getattr(tower, "use_pad_mask", False)
     return getattr(tower, "attn_mask", None) is not None and not adds
 
@@ -163,14 +179,13 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     last = np.empty(m, np.int64)
     last[order] = end[num_spare:] - 1
     tiles = _tile(end)
-    counts = np.unique_counts(length)
-    groups = torch.from_numpy(np.stack([counts.values, counts.counts], 1))
+    groups = torch.from_numpy(np.stack(np.unique(length, return_counts=True), 1))
     # One copy, from pinned memory on a GPU.
     ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
     n = len(length)
     owner_, length_, end_, last_, tiles_ = ints.split([n, n, n, m, len(tiles)])
-    T = int(end[-1])
+    T = int(length.sum())
     numbers = torch.arange(n, device=text.device)
     segments = numbers.repeat_interleave(length_, output_size=T)
     start = end_ - length_
