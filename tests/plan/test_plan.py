@@ -54,9 +54,11 @@ def tiny(folder: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("kind", ["fp32", "autocast"])
 def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Path) -> None:
+    # On a CPU, the backward of packed attention copies 16-bit values to fp32. A GPU's kernel does not.
     config = tiny(
         tmp_path,
         model__activation_checkpointing=saves,
+        model__towers="open_clip" if kind == "autocast" else "auto",
         deepspeed=AUTOCAST if kind == "autocast" else {},
     )
     measured = load_tool("measure_towers").measure_towers(config, 64, CPU)
@@ -79,7 +81,8 @@ def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path
     first, second, third = (trace(config, m) for m in (256, 512, 1024))
     between = first.interpolate(third, 1 / 3)
     for name, value in vars(second).items():
-        assert value <= getattr(between, name) <= 1.01 * value, name
+        # The tiles of packed texts, 4 bytes each, do not grow in proportion.
+        assert value - 64 <= getattr(between, name) <= 1.01 * value, name
 
 
 @pytest.mark.slow
