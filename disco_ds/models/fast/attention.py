@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
@@ -87,10 +89,15 @@ def has_fast_kernel(device: torch.device) -> bool:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on this device."""
+    """Return whether the Triton kernels run on this device.
+
+    Before 3.7.1, Triton may compute wrong matrix products on GPUs newer than the H200 (triton issue 9610).
+    """
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    capability = torch.cuda.get_device_capability(device)
+    is_fenced = capability < (10, 0) or Version(version("triton")) >= Version("3.7.1")
+    return capability >= (8, 0) and is_fenced
 
 
 # The operators define their backward explicitly, because autograd records nothing inside a custom operator.
