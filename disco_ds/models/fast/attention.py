@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -95,8 +94,10 @@ def has_kernel(device: torch.device) -> bool:
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return False
+    import triton
+
     capability = torch.cuda.get_device_capability(device)
-    is_fenced = capability < (10, 0) or Version(version("triton")) >= Version("3.7.1")
+    is_fenced = capability < (10, 0) or Version(triton.__version__) >= Version("3.7.1")
     return capability >= (8, 0) and is_fenced
 
 
