@@ -219,6 +219,7 @@ def _train_stage(
             step, samples = run.schedule.first_step, run.schedule.first_samples
             resumed = f"resumes after step {step:,}, " if step else ""
             say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
+            say(run.towers)
             mark_launch(run.folder, launch_id)
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None

@@ -82,14 +82,23 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
         )
     if checkpoint and not checkpoint.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint")
-    config = path / CONFIG
-    if config.is_file() and not re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.resolve().name):
-        before = parse(config.read_text(encoding="utf-8"), str(config))["name"]
-        if before != name:
-            raise ValueError(
-                f"--resume {resume}: the run is called {before}, but this recipe has name={name}; set name={before}"
-            )
     return path
+
+
+def refuse_other_name(folder: Path, name: str) -> None:
+    """Refuse to resume a run under another name: neither name would find its folder again.
+
+    Raises:
+        ValueError: If the run in this folder has another name.
+    """
+    config = folder / CONFIG
+    if not config.is_file() or re.fullmatch(rf"{re.escape(name)}(-\d+)?", folder.resolve().name):
+        return
+    before = parse(config.read_text(encoding="utf-8"), str(config))["name"]
+    if before != name:
+        raise ValueError(
+            f"--resume {folder}: the run is called {before}, but this recipe has name={name}; set name={before}"
+        )
 
 
 def find_newest(runs: Path, name: str) -> Path | None:

@@ -79,8 +79,7 @@ from disco_ds.models.pretrained import (
     read_overrides,
     warn_of_random_tower,
 )
-from disco_ds.runs.run_folder import AUTO
-from disco_ds.runs.run_log import say
+from disco_ds.runs.run_folder import AUTO, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
@@ -109,6 +108,8 @@ class Run:
     """The evaluation sets."""
     image: ImageSpec
     tokenizer: Any
+    towers: str
+    """Which parts of the towers are replaced, for the log."""
     wandb: WandbRun | None
     saver: Saver
     interrupts: Interrupts
@@ -199,6 +200,7 @@ def build(
     if resume:
         folder = open_folder(config, resume, stack)
         saved = choose(folder, resume, config, identify_stage, unattended, allow_change)
+        comm.from_rank_0("run folder", partial(refuse_other_name, folder, config.name))
         schedule = make_schedule(
             config,
             saved.step,
@@ -213,7 +215,7 @@ def build(
     is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
     with comm.all_or_none("model"):
         check_image_sizes(recipe)
-    model, tokenizer = build_towers(config, loss, restored=saved is not None)
+    model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
     position = None
@@ -308,6 +310,7 @@ def build(
         sets=sets,
         image=image,
         tokenizer=tokenizer,
+        towers=description,
         wandb=wandb,
         saver=saver,
         interrupts=Interrupts(60 * config.checkpoint.every_minutes, lambda: saver.is_writing),
@@ -389,8 +392,8 @@ def make_loss(settings: LossSettings, optim: OptimSettings) -> Loss:
     return loss
 
 
-def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module, Any]:
-    """Build the model, with the same weights on every rank, and its tokenizer. Collective.
+def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module, Any, str]:
+    """Build the model, with the same weights on every rank, its tokenizer, and a description of the towers. Collective.
 
     Args:
         config: Settings of the run.
@@ -417,11 +420,9 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         check_image_size(settings, model)
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
-    if comm.rank() == 0:
-        is_half = precision(config.deepspeed) != "fp32"
-        parts = describe_parts(model, comm.local_device(), is_half)
-        say(f"towers: {', '.join([*parts, compiled])}")
-    return model, tokenizer
+    is_half = precision(config.deepspeed) != "fp32"
+    parts = [*describe_parts(model, comm.local_device(), is_half), compiled]
+    return model, tokenizer, f"towers: {', '.join(parts)}"
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:
@@ -432,7 +433,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     """
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
-        return "compiled" if is_compiled(model) else "not compiled"
+        return "blocks compiled" if is_compiled(model) else "not compiled"
     if stage(config.deepspeed) == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
@@ -442,7 +443,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
         problems = compile_towers(model, config.model.activation_checkpointing)
     if not is_compiled(model):
         return f"not compiled ({problems[0]})"
-    return "; ".join(["compiled", *problems])
+    return "; ".join(["blocks compiled", *problems])
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:

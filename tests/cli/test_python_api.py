@@ -120,7 +120,7 @@ def test_process_can_continue_after_any_end_of_a_run(tmp_path: Path) -> None:
     done = python(AGAIN, tmp_path, str(recipe(tmp_path)))
     assert done.returncode == 0, done.stderr
     progress = re.compile(
-        r"step|run folder|pictures|curves|.*: global batch|.*: resumes after|\d+ steps, "
+        r"step|towers: |run folder|pictures|curves|.*: global batch|.*: resumes after|\d+ steps, "
     )
     refused, stopped, same, *explained, thread, evaluated, nan, joined = [
         line for line in done.stdout.splitlines() if not progress.match(line)

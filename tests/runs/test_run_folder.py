@@ -22,6 +22,7 @@ from disco_ds.runs.run_folder import (
     make_run_folder,
     mark_finished,
     mark_launch,
+    refuse_other_name,
     split_resume,
 )
 from helpers.schedule import plain
@@ -117,9 +118,9 @@ def test_resumed_run_keeps_its_name(tmp_path: Path) -> None:
         write_config(tmp_path / folder, "a")
         (tmp_path / folder / CHECKPOINTS).mkdir()
     with pytest.raises(ValueError, match=r"the run is called a, but .* name=b; set name=a"):
-        find_run_folder(tmp_path, "b", str(tmp_path / "a-2"))
+        refuse_other_name(tmp_path / "a-2", "b")
     for folder, name in (("a", "a"), ("a-2", "a"), ("moved", "a"), ("b", "b")):
-        find_run_folder(tmp_path, name, str(tmp_path / folder))
+        refuse_other_name(tmp_path / folder, name)
 
 
 def test_find_run_folder_takes_the_path_of_a_checkpoint(

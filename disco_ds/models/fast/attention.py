@@ -175,7 +175,8 @@ def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
     """For each group of texts of equal length, yield its rows, the number of its texts, and their length."""
     start = 0
     for length, count in groups.tolist():
-        yield slice(start, start + length * count), (count, length)
+        if count:
+            yield slice(start, start + length * count), (count, length)
         start += length * count
 
 
