@@ -29,7 +29,7 @@ class Packing(NamedTuple):
     """The positions of texts in a packed tensor. The texts are sorted by length."""
 
     groups: Tensor
-    """[n, 2] int64 on the CPU: a length, and the number of consecutive texts of this length."""
+    """[2 n] int64 on the CPU, n pairs: a length, and the number of consecutive texts of this length."""
     tiles: Tensor
     """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. Tiles contain whole texts."""
     segments: Tensor
@@ -174,9 +174,8 @@ def _packed_backward(
 def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
     """For each group of texts of equal length, yield its rows, the number of its texts, and their length."""
     start = 0
-    for length, count in groups.tolist():
-        if count:
-            yield slice(start, start + length * count), (count, length)
+    for length, count in groups.view(-1, 2).tolist():
+        yield slice(start, start + length * count), (count, length)
         start += length * count
 
 

@@ -180,9 +180,8 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     last[order] = end[num_spare:] - 1
     tiles = _tile(end)
     # The first group is empty, because torch.compile compiles a dimension of size 1 separately.
-    # An empty group comes first, because torch.compile treats a dimension of size 1 as another case.
-    found = np.stack(np.unique(length, return_counts=True), 1)
-    groups = torch.from_numpy(np.concatenate([[[1, 0]], found]))
+    # One dimension, because torch.compile assumes that sizes which are equal in the first batch always are.
+    groups = torch.from_numpy(np.stack(np.unique(length, return_counts=True), 1).flatten())
     # One copy, from pinned memory on a GPU.
     ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
