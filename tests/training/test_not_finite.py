@@ -277,7 +277,7 @@ def batch_norm(path: Path, levels: tuple[int, ...]) -> None:
     for level in levels:
         tower = {"layers": [1, 1, 1, 1], "width": 8}
         norm = "visual.bn1"
-        if level == 3:  # where DeepSpeed cannot trace the attention pool of open_clip's ResNet
+        if level == 3:
             tower = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear"}
             norm = "visual.trunk.bn1"
         resnet.write_text(json.dumps(tiny | {"vision_cfg": tiny["vision_cfg"] | tower}))
