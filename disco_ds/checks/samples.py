@@ -30,7 +30,9 @@ _MIN_SAMPLES = 8
 _FIFTH = 0.2
 """The doctor warns if this fraction of the captions is cut, or if this fraction of the images has a single color."""
 _ONE_COLOR = 4
-"""In an image with a single color, the values of each channel differ by less than this. JPEG is not exact."""
+"""An image counts as having a single color if the values of each channel differ by less than this.
+
+The limit is not 0, because JPEG changes values slightly."""
 
 
 class Sample(NamedTuple):
@@ -44,7 +46,7 @@ class Sample(NamedTuple):
     """Empty if the source generates tokens."""
     num_tokens: int
     is_cut: bool
-    """Whether the caption has more tokens than the context length."""
+    """Whether the tokenizer cut the caption because it has more tokens than the context length."""
     id: int
     side: int
     """Shorter side of the image in the source, in pixels; 0 if it is unknown."""

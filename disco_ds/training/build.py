@@ -433,7 +433,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     """
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
-        return "blocks compiled" if is_compiled(model) else "not compiled"
+        return "compiled" if is_compiled(model) else "not compiled"
     if stage(config.deepspeed) == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
@@ -443,7 +443,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
         problems = compile_towers(model, config.model.activation_checkpointing)
     if not is_compiled(model):
         return f"not compiled ({problems[0]})"
-    return "; ".join(["blocks compiled", *problems])
+    return "; ".join(["compiled", *problems])
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:

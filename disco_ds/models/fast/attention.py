@@ -44,7 +44,7 @@ class Attention(nn.Module):
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     causal: bool
-    """Whether a mask, if there is one, is the causal one: a token sees only tokens that are not after it."""
+    """If True, a mask is always the causal mask, in which a token attends to itself and to earlier tokens only."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None
