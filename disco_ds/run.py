@@ -30,7 +30,7 @@ from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
-from disco_ds.distributed.interrupt import SIGNALS
+from disco_ds.distributed.interrupt import SIGNALS, Interrupts
 from disco_ds.eval import Result, evaluate_sets, load_sets
 from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.losses import LossContractError
@@ -40,8 +40,9 @@ from disco_ds.runs.run_log import note, say
 from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import build
 from disco_ds.training.engine import DTYPES
-from disco_ds.training.loop import AskedToStopError, StopError, finish, train
+from disco_ds.training.loop import AskedToStopError, finish, train
 from disco_ds.training.out_of_memory import OutOfMemory, explained
+from disco_ds.training.step import StopError
 
 EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
 """Settings for evaluating a model that has no run."""
@@ -161,11 +162,12 @@ def train_session(
     Raises:
         Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
     """
+    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
     uploads: Uploads | None = None
     refusal: type[Exception] = RefusedError
     while True:
         folder, is_finished, uploads = _train_stage(
-            config, resume, allow_change, launch_id, report, uploads, refusal
+            config, resume, allow_change, launch_id, report, interrupts, uploads, refusal
         )
         if is_finished:
             return folder
@@ -182,13 +184,14 @@ def _train_stage(
     allow_change: Sequence[str],
     launch_id: str | None,
     report: Callable[[object], object],
+    interrupts: Interrupts,
     uploads: Uploads | None,
     refusal: type[Exception],
 ) -> tuple[Path, bool, Uploads | None]:
     """Train to the end of a stage. Collective.
 
-    The arguments are those of train_session, plus the uploads that the previous stage left unfinished and the
-    class of the error that is raised if the stage cannot be built.
+    The arguments are those of train_session, plus the requests to save or to stop, the uploads that the previous stage
+    left unfinished, and the class of the error that is raised if the stage cannot be built.
 
     Returns:
         The run folder, whether the run is finished and, if it is not, the uploads that the next stage
@@ -207,7 +210,8 @@ def _train_stage(
             options = {"--resume": resume, "--allow-change": list(allow_change)}
             check_agreement(config.model_dump(mode="json") | options)
             with explained(config, lambda: "building", report):
-                run = build(config, resume, stack, launch_id is not None, allow_change, uploads)
+                unattended = launch_id is not None
+                run = build(config, resume, stack, unattended, allow_change, uploads, interrupts)
         except ValueError as error:
             if isinstance(error, FinishedError) and resume == AUTO:
                 if first:
@@ -219,7 +223,7 @@ def _train_stage(
             step, samples = run.schedule.first_step, run.schedule.first_samples
             resumed = f"resumes after step {step:,}, " if step else ""
             say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
-            say(run.towers)
+            say(run.description)
             mark_launch(run.folder, launch_id)
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None
@@ -248,9 +252,6 @@ def _train_stage(
             run.wandb.exit_code = 0
         if not is_finished:  # the uploads continue in the next stage
             uploads, run.saver.uploads = run.saver.uploads, None
-        # The signal handlers refer to run.interrupts until the next stage replaces it, so run.interrupts must not refer
-        # to the engine.
-        run.interrupts.is_writing = lambda: False
         release(run.engine)
         return run.folder, is_finished, uploads
 

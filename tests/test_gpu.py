@@ -28,7 +28,8 @@ from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.step import Rng, train_step
+from disco_ds.training.grad_accum import Rng
+from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.launched import alone, members, records, wait_for, write_recipe
 from helpers.machine import DEVICE, HAS_FP16

@@ -16,10 +16,8 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +28,7 @@ from disco_ds.plan.losses import loss_peak
 from disco_ds.plan.towers import Allocations
 from disco_ds.training.build import build
 from disco_ds.training.engine import set_lr
-from disco_ds.training.loop import prepare
-from disco_ds.training.step import train_step
+from disco_ds.training.grad_accum import forward_all, loss_at_features, surrogates
 
 
 def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder: Path) -> None:
@@ -55,25 +52,22 @@ def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder
     gradient: dict[str, Tensor] = {}
     memory = Allocations([])
 
-    def timer(phase: str) -> AbstractContextManager[Any]:
-        return memory if phase == "step/loss" else nullcontext()
-
     with comm.session(36000), ExitStack() as stack:
         run = build(config, None, stack)
 
-        def keep(step: int, norm: Tensor) -> bool:
-            for parameter, value in run.engine.module.named_parameters():
-                if value.grad is not None:
-                    gradient[parameter] = value.grad.double()
-            return False
-
         set_lr(run.engine, 0.0)
-        data = run.loader.read_step()
+        data = run.loader.start_step()
         start = time.perf_counter()
-        train_step(
-            run.engine, run.loss, data.micro_batches, partial(prepare, config), 100.0,
-            refuses_norm=keep, timer=timer,
-        )  # fmt: skip
+        K = run.engine.gradient_accumulation_steps()
+        features = forward_all(run.towers, run.loader.first_pass(), K)
+        with memory:
+            _, leaves = loss_at_features(run.loss, features)
+        for surrogate in surrogates(run.towers, run.loader.second_pass(), features, leaves):
+            run.engine.backward(surrogate, scale_wrt_gas=False)
+            for parameter, value in run.engine.module.named_parameters():
+                if value.grad is not None:  # the last ones are averaged over ranks
+                    gradient[parameter] = value.grad.double()
+            run.engine.step()
         seconds = time.perf_counter() - start
         assert data.error is None, data.error
         width = run.engine.module.text_projection.shape[1]

@@ -191,12 +191,12 @@ def show_waits(folder: Path, size: int, load: float) -> None:
     for pixels, K in itertools.product(get_args(Pixels), (1, 8, 32)):
         loader = open_loader(folder, size, WAITS_BATCH, K, pixels)
         try:
-            compute(loader.read_step(), K, 0.0)  # the worker starts during this step
+            compute(loader, 0.0)  # the worker starts during this step
             start, steps = time.perf_counter(), max(1, 32 // K)
             for _ in range(
                 steps
             ):  # the device computes nothing, so these steps take as long as decoding
-                compute(loader.read_step(), K, 0.0)
+                compute(loader, 0.0)
             decoding = (time.perf_counter() - start) / steps
             # A step has K forward passes, K backward passes and K - 1 repeated forward passes. A backward pass takes as
             # long as two forward passes.
@@ -205,12 +205,10 @@ def show_waits(folder: Path, size: int, load: float) -> None:
                 1.5 * decoding * max(1, LEAST_AHEAD / K)
             )  # let the worker decode ahead, as it does during the slow first step of a run
             for _ in range(2):
-                compute(loader.read_step(), K, forward)
+                compute(loader, forward)
             steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()
             for _ in range(steps):
-                data = loader.read_step()
-                compute(data, K, forward)
-                waited += data.wait_s
+                waited += compute(loader, forward).wait_s
             step = (time.perf_counter() - start) / steps
         finally:
             loader.close()
@@ -220,25 +218,26 @@ def show_waits(folder: Path, size: int, load: float) -> None:
         )
 
 
-def compute(data: StepData, K: int, forward: float) -> None:
-    """Run a step of K micro-batches on a simulated device, whose forward pass takes `forward` seconds."""
-    for k in range(K):
-        _ = data.micro_batches[k]
+def compute(loader: Loader, forward: float) -> StepData:
+    """Run a step on a simulated device, whose forward pass takes `forward` seconds."""
+    data = loader.start_step()
+    for _ in loader.first_pass():
         time.sleep(forward)
     time.sleep(2 * forward)
-    for k in range(K - 1):
-        _ = data.micro_batches[k]
+    for _ in loader.second_pass():
         time.sleep(3 * forward)
     if data.error:
         raise RuntimeError(data.error)
+    return data
 
 
 def our_batches(folder: Path, size: int) -> Iterator[Any]:
     loader = open_loader(folder, size, BATCH, 1, "device")
     try:
         while True:
-            data = loader.read_step()
-            image = data.micro_batches[0].image
+            data = loader.start_step()
+            (batch,) = loader.first_pass()
+            image = batch.image
             if data.error:
                 raise RuntimeError(data.error)
             yield image

@@ -147,8 +147,8 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
         try:
             waited = 0.0
             for step in range(WARM_UP + STEPS):
-                data = loader.read_step()
-                _ = data.micro_batches[0]
+                data = loader.start_step()
+                next(loader.first_pass())
                 if data.error:
                     raise RuntimeError(data.error)
                 if step == 0:
@@ -229,8 +229,8 @@ def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
         for step in range(RATIO_SHARDS * SMALL):
             if step % SMALL == 0:
                 counts.append(len(asked))
-            data_of_step = loader.read_step()
-            _ = data_of_step.micro_batches[0]
+            data_of_step = loader.start_step()
+            next(loader.first_pass())
             if data_of_step.error:
                 raise RuntimeError(data_of_step.error)
         loader.close()

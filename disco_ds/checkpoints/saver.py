@@ -59,6 +59,8 @@ class Saver:
     saved_step: int = 0
     """Step of the newest complete checkpoint. Before the first save, this is the step that the run was resumed from,
     or 0 for a new run."""
+    all_written: bool = True
+    """Whether no rank's thread was working on the save when the ranks last agreed (`agree` in training/step.py)."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 
@@ -97,19 +99,18 @@ class Saver:
             if last or self.host_copy is None:
                 self._finish(last)
 
-    def poll(self, step: int, all_written: bool) -> None:
+    def poll(self, step: int) -> None:
         """Advance the uploads and the save in progress. Collective.
 
         Args:
             step: The current step.
-            all_written: True if no rank's thread is still working on the save. All ranks pass the same value.
 
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
         """
         if self.uploads:
             self.uploads.advance()
-        if self.in_flight and all_written:
+        if self.in_flight and self.all_written:
             with self._waiting(step):
                 self._advance()
 

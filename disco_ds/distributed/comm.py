@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -255,6 +255,21 @@ def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
 def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
     """Return the elementwise maximum of `x` over ranks as a new tensor. Collective; not differentiable."""
     return _all_reduce(x, group, dist.ReduceOp.MAX)
+
+
+def largest_of(values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return the maximum over ranks of each value. Collective: one all_reduce, and one wait for the device.
+
+    Args:
+        values: Numbers, and 0-d tensors on any device.
+    """
+    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values.values()]
+    # This does not make the host wait for the device: CUDA copies a few bytes asynchronously.
+    packed = torch.tensor(numbers, dtype=torch.float64).to(local_device(), non_blocking=True)
+    for place, value in enumerate(values.values()):
+        if isinstance(value, Tensor):
+            packed[place] = value
+    return dict(zip(values, all_reduce_max(packed).tolist(), strict=True))
 
 
 def ring_exchange(

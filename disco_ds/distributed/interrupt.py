@@ -1,7 +1,7 @@
 """Requests to save or to stop a run between two steps.
 
 A request comes from SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) sent to any rank, or from a timer. A signal
-only sets a flag. An all_reduce in every step (`agree` in training/loop.py) shares the flags, so that
+only sets a flag. An all_reduce in every step (`agree` in training/step.py) shares the flags, so that
 all ranks save or stop after the same step. A second Ctrl-C ends the process immediately.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -31,14 +30,10 @@ class Interrupts:
     Args:
         save_every_s: Request a save this many seconds after the last save began, by this rank's clock; 0
             disables these requests.
-        is_writing: Returns whether this rank is still writing a checkpoint in the background.
     """
 
-    def __init__(
-        self, save_every_s: float = 0.0, is_writing: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, save_every_s: float = 0.0) -> None:
         self.save_every_s = save_every_s
-        self.is_writing = is_writing
         self.since = time.monotonic()
         """When the last save began."""
         self.asked: str | None = None
@@ -47,31 +42,25 @@ class Interrupts:
         """Agreed by all ranks: save after this step."""
         self.stop = False
         """Agreed by all ranks: stop after this step."""
-        self.written = True
-        """Agreed by all ranks: no rank is still writing a checkpoint."""
         self._first_interrupt: float | None = None
         """Time of the first Ctrl-C."""
-        previous = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+
+    def listen(self) -> None:
+        """From now on, let signals set flags instead of ending the process."""
         for number in SIGNALS:
             # A shell starts the background jobs of a script with SIGINT ignored. Keep it ignored.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
-        # A signal that arrived after the last step of the previous stage must not be lost.
-        if isinstance(previous, Interrupts):
-            self.asked = self.asked or previous.asked
-            self._first_interrupt = self._first_interrupt or previous._first_interrupt
 
     @property
-    def requests(self) -> tuple[float, float, float]:
-        """This rank's (save, stop, still writing), each 0 or 1, for an all_reduce that takes the maximum."""
-        late = 0 < self.save_every_s <= time.monotonic() - self.since
-        return float(late), float(self.asked is not None), float(self.is_writing())
+    def is_save_due(self) -> bool:
+        """Whether this rank requests a periodic save."""
+        return 0 < self.save_every_s <= time.monotonic() - self.since
 
-    def agree(self, save: bool, stop: bool, writing: bool) -> None:
+    def agree(self, save: bool, stop: bool) -> None:
         """Store what all ranks have agreed on. A run that stops also saves."""
         self.save = save or stop
         self.stop = stop
-        self.written = not writing
 
     def saved(self) -> None:
         """Restart the timer of periodic saves. Called when a save begins, whether or not it succeeds."""

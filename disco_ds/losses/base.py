@@ -114,7 +114,7 @@ class Loss(nn.Module):
     """Base class of the contrastive losses. The top of this file describes what a subclass must provide."""
 
     accuracy: bool = True
-    """Compute accuracies in the next forward; the trainer turns this off for steps that it does not log."""
+    """Whether forward also computes accuracies."""
     learns_scale: ClassVar[bool] = True
     """True if this loss trains the model's logit scale."""
     initial_scale: float = 1 / 0.07

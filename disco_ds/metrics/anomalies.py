@@ -128,7 +128,7 @@ class AnomalyDetector:
         """
         recent = self.recent[name]
         message = ""
-        if is_spike(value, recent, by_factor=name == "grad_norm"):
+        if value > find_limit(recent, by_factor=name == "grad_norm"):
             message = (
                 f"{name.replace('grad_', 'gradient ')} {value:.4g} is far above the median of the "
                 f"last {len(recent)} steps, {statistics.median(recent):.4g}"
@@ -139,16 +139,10 @@ class AnomalyDetector:
         self._update(f"{name}_spike", step, value, message, repeat=self.skip)
         return bool(message) and self.skip
 
-    def check_norm(self, step: int, norm: Tensor) -> bool:
-        """Check the gradient norm (0-d) before the optimizer update; see check_spike.
-
-        Collective if batches that cause a spike are skipped.
-        """
-        # The norm may differ slightly between ranks, which sum it in different orders. All ranks
-        # check the maximum, so that they agree on whether to skip the batch. With offload, DeepSpeed computes the norm
-        # on the CPU, but NCCL takes only tensors on the device.
-        value = (comm.all_reduce_max(norm.to(comm.local_device())) if self.skip else norm).item()
-        return math.isfinite(value) and self.check_spike("grad_norm", step, value)
+    @property
+    def max_norm(self) -> float | None:
+        """The highest gradient norm that is no spike; None if batches that cause a spike are not skipped."""
+        return find_limit(self.recent["grad_norm"], by_factor=True) if self.skip else None
 
     def check_record(self, record: Mapping[str, Any]) -> None:
         """Check the logit scale and the features in a log record."""
@@ -194,28 +188,25 @@ class AnomalyDetector:
             logger.warning("step %d: %s", step, message)
 
 
-def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
-    """Return whether a value is far above the values of the previous steps.
+def find_limit(recent: Sequence[float], by_factor: bool) -> float:
+    """Return the highest value that is not far above the values of the previous steps.
 
     Args:
-        value: The new value.
         recent: The values of consecutive previous steps.
         by_factor: Whether to compare logarithms. Use this for gradient norms, whose noise is multiplicative.
     """
     if len(recent) < MIN_HISTORY:
-        return False
-    values = [*recent, value]
-    if by_factor:
-        values = [math.log(max(x, TINY)) for x in values]
-    *before, now = values
-    median = statistics.median(before)
-    changes = [after - first for first, after in pairwise(before)]
+        return math.inf
+    values = [math.log(max(x, TINY)) for x in recent] if by_factor else recent
+    median = statistics.median(values)
+    changes = [after - first for first, after in pairwise(values)]
     typical = statistics.median(changes)
     mad = statistics.median(abs(change - typical) for change in changes)
     # A change is the difference of two values, so its noise is sqrt(2) times that of a value.
     deviation = 1.4826 * mad / math.sqrt(2)
     least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
-    return now - median > max(MIN_DEVIATIONS * deviation, least)
+    limit = median + max(MIN_DEVIATIONS * deviation, least)
+    return math.exp(limit) if by_factor else limit
 
 
 def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:

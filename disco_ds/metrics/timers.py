@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from disco_ds.distributed import comm
 
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
-"""Name of a phase in training/grad_accum.py -> name in log records.
+"""Name of a phase in training/step.py -> name in log records.
 
 `loss` includes its collectives, and `update` includes the repeated forward passes.
 """

@@ -40,8 +40,7 @@ from disco_ds.models.clip import (
 from disco_ds.models.fast import find_counter
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.text_tokens import plan_lengths
-from disco_ds.training.engine import DTYPES
-from disco_ds.training.step import Forward
+from disco_ds.training.engine import DTYPES, EngineTowers
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
@@ -122,7 +121,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _Engine:
-    """Stand-in for DeepSpeed's engine that provides only what step.Forward needs."""
+    """Stand-in for DeepSpeed's engine that provides only what EngineTowers needs."""
 
     def __init__(self, model: nn.Module, kind: str):
         self.module = model
@@ -153,7 +152,7 @@ def run_passes(
         return view(0), text, batch.index
 
     engine: Any = _Engine(model, kind)
-    forward = Forward(engine, prepare)
+    forward = EngineTowers(engine, prepare)
     with watch("replay"):
         forward(batch, keep_graph=False)
     with watch("forward"):

@@ -53,7 +53,7 @@ from disco_ds.data.sources.listing import refuse_remote
 from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import share_host
+from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
@@ -83,7 +83,13 @@ from disco_ds.runs.run_folder import AUTO, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
-from disco_ds.training.engine import Engine, build_engine, learning_rate
+from disco_ds.training.engine import (
+    Engine,
+    EngineTowers,
+    build_engine,
+    learning_rate,
+    prepare,
+)
 
 logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
@@ -100,6 +106,8 @@ class Run:
     schedule: Schedule
     folder: Path
     engine: Engine
+    towers: EngineTowers
+    """Run the model on a micro-batch."""
     loss: Loss
     loader: Loader
     metrics: MetricsLogger
@@ -108,8 +116,8 @@ class Run:
     """The evaluation sets."""
     image: ImageSpec
     tokenizer: Any
-    towers: str
-    """Which parts of the towers are replaced, for the log."""
+    description: str
+    """Which parts of the towers are replaced and compiled, for the log."""
     wandb: WandbRun | None
     saver: Saver
     interrupts: Interrupts
@@ -118,6 +126,16 @@ class Run:
     """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
     overflows: list[float] = field(default_factory=list)
     """fp16's loss scale after each of the latest consecutive steps whose updates were skipped because of overflow."""
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step. It depends on the number of samples seen, not on the step.
+
+        Args:
+            step: Number of completed steps.
+        """
+        unit = self.schedule.warmup_batch
+        done, total = self.schedule.samples(step) / unit, self.schedule.num_samples / unit
+        return learning_rate(done, total, self.config.peak_lr, self.config.optim)
 
 
 def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
@@ -155,10 +173,13 @@ def build(
     unattended: bool = False,
     allow_change: Sequence[str] = (),
     uploads: Uploads | None = None,
+    interrupts: Interrupts | None = None,
 ) -> Run:
     """Build a run that starts at its first step or at a checkpoint and ends with the current stage. Collective.
 
-    The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine.
+    The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine. The checkpoint is chosen
+    before the model and the loader are built, because the weights and the position in the data come from it. A new run
+    folder is created only after the loader has been built.
 
     Args:
         config: Settings of the run.
@@ -168,6 +189,7 @@ def build(
         unattended: Whether to use an older checkpoint if the newest is damaged. resume="auto" always does.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
         uploads: Uploads that the previous stage left unfinished.
+        interrupts: The requests to save or to stop, which outlive a stage. None: none have been made.
 
     Raises:
         ValueError: On every rank, if there is a mistake in the settings or the data.
@@ -179,66 +201,24 @@ def build(
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    # Render the ds_config of every stage here to find mistakes early; the results are not used. The final ds_config
-    # contains the path of the run folder, so write_settings renders it after that folder has been created.
-    for each in config.stage_configs:
-        render_ds_config(each, comm.size())
-    comm.from_rank_0("log", partial(check_packages, config))
-    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
-        loss = make_loss(config.loss, config.optim)
-    loss = loss.to(comm.local_device())
-    with comm.all_or_none("optimizer"):
-        check_optimizer(config.optim, stage(config.deepspeed))
-    with comm.all_or_none("data"):
-        sources = load_sources(config.data)
-        sets = load_sets(config.eval, config.data)
+    check_settings(config)
+    loss, sources, sets = load_loss_and_data(config)
     identify_stage = identify(config, sources)
-    config = config.with_samples(sum(source.num_samples for source in sources))
-    # The checkpoint is chosen before the model and the loader are built, because the weights and the
-    # position in the data come from it. A new run folder is created only after the loader has been built.
+    recipe = config.with_samples(sum(source.num_samples for source in sources))
     folder, saved = None, None
     if resume:
-        folder = open_folder(config, resume, stack)
-        saved = choose(folder, resume, config, identify_stage, unattended, allow_change)
-        comm.from_rank_0("run folder", partial(refuse_other_name, folder, config.name))
-        schedule = make_schedule(
-            config,
-            saved.step,
-            saved.meta["samples"],
-            saved.meta["identity"]["global_batch"],
-            saved.meta["warmup_batch"],
-        )
-    else:
-        schedule = make_schedule(config)
-    recipe, config = config, config.at_sample(schedule.first_samples)
+        folder = open_folder(recipe, resume, stack)
+        saved = choose(folder, resume, recipe, identify_stage, unattended, allow_change)
+        comm.from_rank_0("run folder", partial(refuse_other_name, folder, recipe.name))
+    schedule = plan_schedule(recipe, saved)
+    config = recipe.at_sample(schedule.first_samples)
     identity = identify_stage(config)
-    is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
     with comm.all_or_none("model"):
         check_image_sizes(recipe)
     model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    position = None
-    if saved:
-        states = saved.states("data")
-        position = comm.from_rank_0("data", lambda: merge_states(list(states)))
-    with comm.all_or_none("data"):
-        loader = Loader(
-            config.data,
-            sources,
-            SampleForm(image, tokenizer, *read_text_size(model)),
-            Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
-            config.seed,
-            position,
-            Staging(
-                config.image_staging,
-                comm.local_device(),
-                share.ranks,
-                share.cores,
-                share.memory_bytes / 8,
-            ),
-            find_counter(model, comm.local_device(), precision(config.deepspeed) != "fp32"),
-        )
+    loader = build_loader(config, sources, model, tokenizer, image, share, saved)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
@@ -257,20 +237,16 @@ def build(
             before = recipe.at_sample(schedule.first_samples - 1)
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
             warn_of_rise(config, schedule, saved.meta["num_steps"])
-    metrics = MetricsLogger(
-        folder,
-        find_writers(engine, wandb),
-        schedule,
-        peak_pace,
-        loader.num_samples,
-    )
+    writers = find_writers(engine, wandb)
+    metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.num_samples)
     stack.callback(metrics.close)
+    # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
+    is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
     anomalies = AnomalyDetector(
         metrics.note,
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
         state=saved.meta["anomalies"] if saved and is_same else None,
     )
 
@@ -303,6 +279,7 @@ def build(
         schedule=schedule,
         folder=folder,
         engine=engine,
+        towers=EngineTowers(engine, partial(prepare, config)),
         loss=loss,
         loader=loader,
         metrics=metrics,
@@ -310,12 +287,70 @@ def build(
         sets=sets,
         image=image,
         tokenizer=tokenizer,
-        towers=description,
+        description=description,
         wandb=wandb,
         saver=saver,
-        interrupts=Interrupts(60 * config.checkpoint.every_minutes, lambda: saver.is_writing),
+        interrupts=interrupts or Interrupts(60 * config.checkpoint.every_minutes),
         heartbeat=heartbeat,
     )
+
+
+def check_settings(config: Config) -> None:
+    """Find mistakes in the settings of any stage, and missing packages, before anything is loaded. Collective."""
+    for each in config.stage_configs:
+        # The result is not used. The final ds_config contains the path of the run folder, so write_settings renders it
+        # after that folder has been created.
+        render_ds_config(each, comm.size())
+    comm.from_rank_0("log", partial(check_packages, config))
+    with comm.all_or_none("optimizer"):
+        check_optimizer(config.optim, stage(config.deepspeed))
+
+
+def load_loss_and_data(config: Config) -> tuple[Loss, list[Source], list[ImageSet]]:
+    """Build the loss on this rank's device, and open the training data and the evaluation sets. Collective."""
+    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
+        loss = make_loss(config.loss, config.optim)
+    with comm.all_or_none("data"):
+        sources = load_sources(config.data)
+        sets = load_sets(config.eval, config.data)
+    return loss.to(comm.local_device()), sources, sets
+
+
+def plan_schedule(config: Config, saved: Saved | None) -> Schedule:
+    """Return the schedule of a new run, or of one that resumes from a checkpoint."""
+    if saved is None:
+        return make_schedule(config)
+    meta = saved.meta
+    previous_batch = meta["identity"]["global_batch"]
+    return make_schedule(config, saved.step, meta["samples"], previous_batch, meta["warmup_batch"])
+
+
+def build_loader(
+    config: Config,
+    sources: list[Source],
+    model: nn.Module,
+    tokenizer: Any,
+    image: ImageSpec,
+    share: HostShare,
+    saved: Saved | None,
+) -> Loader:
+    """Build this rank's loader, at the position of the checkpoint if there is one. Collective."""
+    position = None
+    if saved:
+        states = saved.states("data")
+        position = comm.from_rank_0("data", lambda: merge_states(list(states)))
+    device = comm.local_device()
+    with comm.all_or_none("data"):
+        return Loader(
+            config.data,
+            sources,
+            SampleForm(image, tokenizer, *read_text_size(model)),
+            Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
+            config.seed,
+            position,
+            Staging(config.image_staging, device, share.ranks, share.cores, share.memory_bytes / 8),
+            find_counter(model, device, precision(config.deepspeed) != "fp32"),
+        )
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of a run: optimizer, learning rate, precision, update, and the clamp of the logit scale.
+"""The DeepSpeed engine of a run: optimizer, towers, learning rate, update, and the clamp of the logit scale.
 
 No other file of this package calls deepspeed.initialize. The built-in optimizers come from torch, timm and muon.py,
 so DeepSpeed compiles no optimizer code. The learning rate is computed and set before every update, so no
@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -20,11 +21,21 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 
-from disco_ds.config import OptimSettings
+from disco_ds.config import Config, OptimSettings
+from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
+from disco_ds.models.clip import Texts, trained_sides
+from disco_ds.models.fast import is_compiled
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.training.custom_optimizer import build_custom
+from disco_ds.training.grad_accum import MicroFeatures, Rng
 from disco_ds.training.muon import Muon
+
+Prepare = Callable[[Any], tuple[Any, ...]]
+"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
+
+For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
+is optional. Repeated calls with the same micro-batch return the same values."""
 
 DTYPES = {
     "autocast": torch.float32,
@@ -35,8 +46,75 @@ DTYPES = {
 """Maps the precision in the ds_config to the dtype of the parameters. Also maps optim.muon_precision to a dtype."""
 
 
+def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
+    """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
+
+    The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
+    equal inputs.
+    """
+    view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
+    text = view(view=1) if config.model.two_views else Texts(batch.text, batch.lengths)
+    inputs = view(), text, batch.index
+    return (*inputs, batch.group_id) if config.data.group_by else inputs
+
+
 class SpikeError(Exception):
-    """The batch is skipped because of a spike. Raised on every rank, before anything has been updated."""
+    """The batch is skipped because of a spike. Raised on every rank, before anything has been updated.
+
+    Args:
+        norm: The norm of the gradient, if this is the value that is too high.
+    """
+
+    def __init__(self, norm: float | None = None):
+        super().__init__()
+        self.norm = norm
+
+
+class EngineTowers:
+    """Runs an engine's towers on a micro-batch, see grad_accum.Towers. A locked tower runs only in the first forward.
+
+    Args:
+        engine: The engine.
+        prepare: Turns a micro-batch into the inputs of the towers.
+    """
+
+    def __init__(self, engine: Engine, prepare: Prepare):
+        self.engine = engine
+        self.prepare = prepare
+        self.trained = trained_sides(engine.module)
+        self.compiled = is_compiled(engine.module)
+
+    def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
+        """Compute the features of a micro-batch."""
+        image, text, index, *group_id = self.prepare(batch)
+        # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
+        ids = [x.clone() for x in (index, *group_id)]
+        with torch.no_grad():
+            locked_image, locked_text, *_ = self._run(image, text, trained=False)
+        rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower
+        # torch.compile builds separate graphs with and without gradients, which may draw different random numbers. So a
+        # compiled tower runs both forwards with gradients.
+        with torch.set_grad_enabled(keep_graph or self.compiled):
+            image, text, scale, bias = self._run(image, text, trained=True)
+        image = locked_image if image is None else image
+        text = locked_text if text is None else text
+        index, *group_id = ids
+        return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
+
+    def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
+        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
+        image, text, index, *_ = self.prepare(batch)
+        first.rng.restore()
+        return MicroFeatures(self._run(image, text, trained=True), index, first.rng)
+
+    def _run(self, image: Tensor, text: Tensor | Texts, trained: bool) -> Any:
+        """Run either the trained or the locked towers. The features of a tower that does not run are None."""
+        inputs: dict[str, Any] = {}
+        if self.trained["image"] == trained:
+            inputs["image"] = image
+        if self.trained["text"] == trained:
+            inputs |= text._asdict() if isinstance(text, Texts) else {"text": text}
+        return self.engine(**inputs) if inputs else (None, None, None, None)
 
 
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
@@ -90,22 +168,22 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
-def learning_rate(step: float, num_steps: float, peak: float, settings: OptimSettings) -> float:
+def learning_rate(done: float, total: float, peak: float, settings: OptimSettings) -> float:
     """Return the learning rate of a step: linear warmup to `peak`, then settings.schedule.
 
     Args:
-        step: Number of samples trained before this step, divided by Schedule.warmup_batch.
-        num_steps: Number of samples in the whole run, divided by Schedule.warmup_batch.
+        done: Number of samples trained before this step, divided by Schedule.warmup_batch.
+        total: Number of samples in the whole run, divided by Schedule.warmup_batch.
         peak: Learning rate after the warmup.
         settings: Only warmup_steps, schedule, cooldown_steps and lr_min are used.
     """
     warmup, low = settings.warmup_steps, settings.lr_min
-    if step < warmup:
-        return peak * min(step + 1, warmup) / warmup
+    if done < warmup:
+        return peak * min(done + 1, warmup) / warmup
     if settings.schedule == "cosine":
-        progress = (step - warmup) / max(num_steps - warmup, 1)
+        progress = (done - warmup) / max(total - warmup, 1)
         return low + (peak - low) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    left = num_steps - step
+    left = total - done
     if settings.schedule == "cooldown" and left < settings.cooldown_steps:
         return low + (peak - low) * left / settings.cooldown_steps
     return peak
@@ -145,9 +223,7 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
 
 
 def backward_and_step(
-    engine: Engine,
-    surrogates: Iterable[Tensor],
-    refuses: Callable[[int, Tensor], bool] | None = None,
+    engine: Engine, surrogates: Iterable[Tensor], max_norm: float | None = None
 ) -> Tensor | None:
     """Call engine.backward and engine.step for the surrogate loss of each micro-batch, at any ZeRO stage.
 
@@ -155,35 +231,40 @@ def backward_and_step(
         engine: The engine.
         surrogates: Yields one 0-d surrogate loss per micro-batch, gradient_accumulation_steps in all.
             Each one is built only when it is requested.
-        refuses: Called before the update as refuses(step, norm), with the step number, counted from 1,
-            and the 0-d gradient norm. If it returns True, the update is skipped.
+        max_norm: If the norm of the gradient is higher, nothing is updated. None: there is no limit.
 
     Returns:
-        The global gradient norm before clipping, 0-d, or None if a loss scaler skipped the step.
+        The global gradient norm before clipping, 0-d, or None if a loss scaler skipped the step. With max_norm, all
+        ranks return the same value.
 
     Raises:
         FloatingPointError: On every rank, if the gradient is not finite. It is not raised if a loss
             scaler has skipped the step and can still lower its scale.
-        SpikeError: On every rank, if `refuses` returned True. After either error, the weights, optimizer,
+        SpikeError: On every rank, if the norm is above max_norm. After either error, the weights, optimizer,
             loss scaler and counters are the same as before the step. Only the step count that LAMB and
             some other optimizers keep in their parameter groups may differ: at ZeRO 0, it includes this step.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scaling = dict(vars(scaler)) if scaler is not None else {}
-    stage = engine.zero_optimization_stage()
+    zero_stage = engine.zero_optimization_stage()
+    agreed = math.nan
     norm, finite, refused = None, True, False
 
     def refuse(norm: Tensor) -> bool:
-        nonlocal refused
-        refused = refuses is not None and refuses(engine.global_steps + 1, norm)
+        nonlocal refused, agreed
+        if max_norm is not None:
+            # The norm may differ slightly between ranks, which sum it in different orders, so all of them compare the
+            # maximum. With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
+            agreed = comm.all_reduce_max(norm.to(comm.local_device())).item()
+            refused = math.isfinite(agreed) and agreed > max_norm
         return refused
 
-    watch = refuses is not None and stage > 0
+    watch = max_norm is not None and zero_stage > 0
     with deepspeed_quirks.norm_refused_by(engine, refuse) if watch else nullcontext():
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
-            if engine.is_gradient_accumulation_boundary() and stage == 0:
+            if engine.is_gradient_accumulation_boundary() and zero_stage == 0:
                 # At ZeRO 0, DeepSpeed neither computes the norm nor checks for NaN, so this code does.
                 # At this point, the gradients are already averaged over ranks.
                 gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -194,6 +275,7 @@ def backward_and_step(
             engine.step()
     if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm
+        value = agreed if max_norm is not None else value
         return None if value is None else torch.as_tensor(value, dtype=torch.float32)
     if not refused and scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]:
         return None
@@ -201,7 +283,7 @@ def backward_and_step(
     if scaler is not None:
         vars(scaler).update(scaling)
     if refused:
-        raise SpikeError
+        raise SpikeError(agreed)
     raise FloatingPointError(
         f"step {engine.global_steps}: the gradient is not finite; nothing was updated"
     )

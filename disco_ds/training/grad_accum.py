@@ -2,33 +2,30 @@
 
 As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features:
 
-1. Run the forward of every micro-batch without a graph.
-2. Compute one loss on all features, and the gradient of the loss with respect to the features.
-3. Run the forward of each micro-batch again with the same random numbers, and backpropagate the
-   micro-batch's rows of the gradient.
+1. `forward_all` runs the forward of every micro-batch without a graph.
+2. `loss_at_features` computes one loss on all features, and the gradient of the loss with respect to the features.
+3. `surrogates` runs the forward of each micro-batch again with the same random numbers, and yields a surrogate loss
+   that backpropagates the micro-batch's rows of the gradient.
 
 The last micro-batch is an exception: it keeps its graph in step 1 and needs no second forward, so a
-batch with only one micro-batch needs only one forward. For step 3, `accumulate` passes one surrogate loss
-per micro-batch to its argument `backward`, which the caller provides: step.py for the trainer, with
-DeepSpeed, and own_loop.py for custom training loops, with DeepSpeed, DDP or FSDP2.
+batch with only one micro-batch needs only one forward. The caller backpropagates the surrogate losses: engine.py for
+the trainer, with DeepSpeed, and own_loop.py for custom training loops, with DeepSpeed, DDP or FSDP2.
 """
 
 # Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.profiler import record_function
 
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.losses.kernels import full_dtype
-from disco_ds.metrics.timers import Timer
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(features of the first side [m, D], features of the second side [m, D], scale [1], bias [1] or None)."""
@@ -58,18 +55,25 @@ class Rng:
             get_accelerator().set_rng_state(self._device_state, self._index)
 
 
-class Buffers:
-    """Copies of a model's buffers, such as BatchNorm's running statistics, made when this object is created."""
+class Snapshot:
+    """What a forward pass changes: the model's buffers, such as BatchNorm's running statistics, and the random states.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        model: Its buffers are copied when this object is created.
+        device: See Rng.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device | None = None) -> None:
         self._buffers = list(model.buffers())
         self._copies = [buffer.clone() for buffer in self._buffers]
+        self._rng = Rng(device)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the buffers back to the copied values."""
+        """Set the buffers and the random generators back to the copied values."""
         for buffer, value in zip(self._buffers, self._copies, strict=True):
             buffer.copy_(value)
+        self._rng.restore()
 
 
 @dataclass(frozen=True)
@@ -100,58 +104,39 @@ class Towers(Protocol):
         """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
 
 
-@dataclass(frozen=True)
-class Accumulated:
-    """What `accumulate` returns."""
-
-    out: LossOutput
-    embeddings: Embeddings
-    """This rank's features of all micro-batches, as leaf tensors. Their .grad is the gradient of the loss."""
-    result: Any
-    """What `backward` returned."""
-
-
-def accumulate(
-    towers: Towers,
-    loss: Callable[[Embeddings], LossOutput],
-    micro_batches: Sequence[Any],
-    backward: Callable[[Iterator[Tensor]], Any],
-    agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
-    timer: Timer = record_function,
-) -> Accumulated:
-    """Compute the loss of the global batch and backpropagate it through all micro-batches. Collective if the loss is.
+def forward_all(
+    towers: Towers, micro_batches: Iterable[Any], num_micro_batches: int
+) -> list[MicroFeatures]:
+    """Compute the features of all micro-batches. Only the features of the last one have a graph.
 
     Args:
-        towers: Called on each micro-batch; `towers.again` is called on each one except the last.
-        loss: Called once, with the features of all micro-batches.
-        micro_batches: This rank's K micro-batches; K and their size are the same on every rank.
-        backward: Takes an iterator over K surrogate losses, and backpropagates each one before it
-            requests the next.
-        agree: Called before `backward`, with this rank's embeddings and the output of the loss. It
-            may raise an error to skip the step, but then it must raise on all ranks.
-        timer: Called with the name of each phase; returns a context manager that surrounds the phase.
+        towers: Called on each micro-batch.
+        micro_batches: This rank's micro-batches. Each one is requested when the one before it has been used.
+        num_micro_batches: K, their number. K and the size of a micro-batch are the same on every rank.
     """
-    last = len(micro_batches) - 1
-    with timer("step/forward"):
+    last = num_micro_batches - 1
+    features = []
+    for k, batch in enumerate(micro_batches):
+        part = towers(batch, keep_graph=k == last)
         # The towers may build a graph even if keep_graph is False. Detaching the features frees it.
-        parts = [towers(micro_batches[k], keep_graph=False).detach() for k in range(last)]
-        parts.append(towers(micro_batches[last], keep_graph=True))
-    # The repeated forwards rewind the generators. The next step must continue from the current state.
-    after = Rng(parts[-1].rng.device)
-    leaves = _join_leaves(parts)
-    with timer("step/loss"):
-        out = loss(leaves)
-        out.loss.backward()  # stops at the leaf tensors, which then have the gradient of the global batch
+        features.append(part if k == last else part.detach())
+    return features
+
+
+def loss_at_features(
+    loss: Callable[[Embeddings], LossOutput], features: Sequence[MicroFeatures]
+) -> tuple[LossOutput, Embeddings]:
+    """Compute the loss of the global batch and its gradient with respect to the features. Collective if the loss is.
+
+    Returns:
+        The output of the loss, without its graph, and this rank's features of all micro-batches as leaf tensors, whose
+        .grad is the gradient.
+    """
+    leaves = _join_leaves(features)
+    out = loss(leaves)
+    out.loss.backward()  # stops at the leaf tensors
     # Some losses keep the features that they have gathered in the graph. Free them before the backward of the towers.
-    out = replace(out, loss=out.loss.detach())
-    # Nothing has been updated yet, so all ranks can still skip the step together.
-    agree(leaves, out)
-    try:
-        with timer("step/backward and update"):
-            result = backward(_surrogates(towers, micro_batches, parts, leaves))
-    finally:  # also if `backward` raises, for example to skip the batch
-        after.restore()
-    return Accumulated(out, leaves, result)
+    return replace(out, loss=out.loss.detach()), leaves
 
 
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
@@ -179,8 +164,8 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
     )
 
 
-def _surrogates(
-    towers: Towers, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
+def surrogates(
+    towers: Towers, micro_batches: Iterable[Any], features: list[MicroFeatures], leaves: Embeddings
 ) -> Iterator[Tensor]:
     """Yield a surrogate loss for each micro-batch: the inner product of its features and their gradient.
 
@@ -188,23 +173,32 @@ def _surrogates(
     scale and bias must count only once per batch, so their weight is 1 in the last micro-batch and 0 in
     the others. The others cannot simply omit these terms, because ZeRO 3 would apply a stale gradient
     to a parameter that is not in the graph.
+
+    Args:
+        towers: `towers.again` is called on each micro-batch except the last, when its surrogate is requested.
+        micro_batches: The same micro-batches as in forward_all. The last one is not needed.
+        features: What forward_all returned. The last element is removed, so that its graph can be freed.
+        leaves: What loss_at_features returned.
     """
     # The last micro-batch comes first, so that its graph is freed before the next graph is built.
-    with_graph = parts.pop()
-    last = len(parts)
-    m = len(leaves.image) // (last + 1)
-    for k in (last, *range(last)):
-        part = with_graph if k == last else towers.again(batches[k], parts[k])
-        image, text, scale, bias = part.features
-        rows = slice(k * m, (k + 1) * m)
-        once = float(k == last)
-        terms = [
-            _inner_product(image, leaves.image, rows),
-            _inner_product(text, leaves.text, rows),
-            _inner_product(scale, leaves.scale, slice(None), once),
-            _inner_product(bias, leaves.bias, slice(None), once),
-        ]
-        yield torch.stack([term for term in terms if term is not None]).sum()
+    last = len(features) - 1
+    m = len(leaves.image) // len(features)
+    yield _surrogate(features.pop(), leaves, slice(last * m, None), once=1.0)
+    for k, batch in zip(range(last), micro_batches, strict=False):
+        part = towers.again(batch, features[k])
+        yield _surrogate(part, leaves, slice(k * m, (k + 1) * m), once=0.0)
+
+
+def _surrogate(part: MicroFeatures, leaves: Embeddings, rows: slice, once: float) -> Tensor:
+    """Return the surrogate loss of a micro-batch. `once` is the weight of the terms of scale and bias."""
+    image, text, scale, bias = part.features
+    terms = [
+        _inner_product(image, leaves.image, rows),
+        _inner_product(text, leaves.text, rows),
+        _inner_product(scale, leaves.scale, slice(None), once),
+        _inner_product(bias, leaves.bias, slice(None), once),
+    ]
+    return torch.stack([term for term in terms if term is not None]).sum()
 
 
 def _inner_product(

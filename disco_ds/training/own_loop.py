@@ -23,7 +23,15 @@ from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput
 from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
 from disco_ds.training.engine import backward_and_step
-from disco_ds.training.grad_accum import Buffers, Features, MicroFeatures, Rng, accumulate
+from disco_ds.training.grad_accum import (
+    Features,
+    MicroFeatures,
+    Rng,
+    Snapshot,
+    forward_all,
+    loss_at_features,
+    surrogates,
+)
 from disco_ds.training.micro_batches import DIVIDES, split
 
 Forward = Callable[[Any], tuple[Tensor, ...]]
@@ -126,18 +134,22 @@ def contrastive_step(
         return out
 
     history.steps = step
-    before = Buffers(model)
+    before = Snapshot(model, device)
     try:
-        done = accumulate(towers, check_and_compute_loss, parts, backend.run)
+        features = forward_all(towers, parts, micro_batches)
+        after = Snapshot(model, device)
+        out, leaves = loss_at_features(check_and_compute_loss, features)
+        is_updated = backend.run(surrogates(towers, parts, features, leaves))
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
         before.restore()
         raise
+    after.restore()
     if due:
         history.checked[mode] = step
     # If a loss scaler skips the update, the state of the loss must not change either.
-    if done.result:
+    if is_updated:
         loss.commit()
-    return done.out
+    return out
 
 
 @dataclass

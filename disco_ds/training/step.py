@@ -1,36 +1,55 @@
-"""One optimizer step of the trainer: GradAccum (grad_accum.py) with a DeepSpeed engine.
+"""One optimizer step, from the micro-batches to the update.
 
-A locked tower is not trained, so it runs only once per micro-batch.
+`run_step` is the step of a run. `train_step` is the same algorithm without a run, for tools and for `disco-ds doctor`.
+The parts are in grad_accum.py (the features, the loss and its gradient) and engine.py (the towers and the update).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from disco_ds.data import StepData
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import SAMPLE
-from disco_ds.metrics.timers import Timer
-from disco_ds.models.clip import Texts, trained_sides
-from disco_ds.models.fast import is_compiled
-from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
-from disco_ds.training.grad_accum import Buffers, MicroFeatures, Rng, accumulate
+from disco_ds.metrics.anomalies import (
+    EQUAL_TEXTS,
+    MAX_EQUAL_TEXTS,
+    SAMPLE,
+    share_of_equal_texts,
+)
+from disco_ds.training.build import Run
+from disco_ds.training.ema import update_average
+from disco_ds.training.engine import (
+    Engine,
+    EngineTowers,
+    Prepare,
+    SpikeError,
+    backward_and_step,
+    clamp_scale,
+    set_rates,
+)
+from disco_ds.training.grad_accum import Snapshot, forward_all, loss_at_features, surrogates
 
-Prepare = Callable[[Any], tuple[Any, ...]]
-"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
 
-For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
-is optional. Repeated calls with the same micro-batch return the same values."""
+class StopError(RuntimeError):
+    """All ranks have agreed to stop."""
+
+
+class DataStopError(StopError):
+    """All ranks have agreed to stop because a rank could not read its data. The failed step changed nothing."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What train_step returns."""
+    """The results of a step."""
 
     metrics: dict[str, Tensor]
     """LossOutput.metrics. Each value is 0-d and the same on every rank."""
@@ -44,17 +63,61 @@ class StepOutput:
     """[1], the logit bias that the loss was computed with; None if the model has no bias."""
 
 
+def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> StepOutput:
+    """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
+
+    Args:
+        run: The run. Its loader reads the micro-batches.
+        step: Number of completed steps.
+        data: What run.loader.start_step has returned for this step.
+        is_logged: Whether the phases are measured.
+
+    Raises:
+        StopError, DataStopError, FloatingPointError, SpikeError: On every rank, see `agree` and backward_and_step.
+            After any error, the model, the optimizer and the random generators are the same as before the step.
+    """
+    engine, config = run.engine, run.config
+    timer = run.metrics.phases.timer(sampled=is_logged)
+    # The first step has no time limit, because compiling the model may take a very long time.
+    begin = partial(run.heartbeat.mark, step, timed=step > run.schedule.first_step)
+    before = Snapshot(engine.module)
+    try:
+        begin("forward")
+        with timer("step/forward"):
+            micro_batches = run.loader.first_pass()
+            features = forward_all(run.towers, micro_batches, engine.gradient_accumulation_steps())
+        # The repeated forwards must change neither BatchNorm's statistics nor the random numbers of the next step.
+        after = Snapshot(engine.module)
+        begin("loss")
+        with timer("step/loss"):
+            out, leaves = loss_at_features(run.loss, features)
+        agree(run, step, data, leaves, out)
+        set_rates(engine, run.learning_rate(step), config.optim, leaves.scale)
+        begin("backward and update")
+        with timer("step/backward and update"):
+            again = surrogates(run.towers, run.loader.second_pass(), features, leaves)
+            norm = backward_and_step(engine, again, run.anomalies.max_norm)
+    except Exception:
+        before.restore()
+        raise
+    # If fp16's loss scaler has skipped the update, nothing else may change either.
+    (before if norm is None else after).restore()
+    clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
+    if norm is not None:
+        run.loss.commit()
+        if config.optim.ema:
+            update_average(engine, config.optim.ema)
+    return make_output(out, leaves, norm)
+
+
 def train_step(
     engine: Engine,
     loss: Callable[[Embeddings], LossOutput],
     micro_batches: Sequence[Any],
     prepare: Prepare,
     max_scale: float,
-    agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
-    refuses_norm: Callable[[int, Tensor], bool] | None = None,
-    timer: Timer = record_function,
 ) -> StepOutput:
-    """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
+    """Update the parameters once, as run_step does, but without a run. Collective: every rank must call this.
 
     Args:
         engine: The engine.
@@ -63,80 +126,109 @@ def train_step(
             gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
         max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
-        agree: Called with this rank's embeddings and the output of the loss, before any parameter
-            or optimizer state changes. It must raise on all ranks or on none. It may set the
-            learning rates.
-        refuses_norm: Passed to backward_and_step as `refuses`.
-        timer: Called with the name of each phase; returns a context manager that is open during the phase.
 
     Raises:
-        FloatingPointError, SpikeError: See backward_and_step. After these errors, and after any error
-            that `agree` raises, the model and the optimizer are unchanged.
+        FloatingPointError: See backward_and_step.
     """
-    before = Buffers(engine.module)
-
-    def update(surrogates: Iterator[Tensor]) -> Tensor | None:
-        # BatchNorm must count each micro-batch once, so undo the counts of the second forward and of checkpointing.
-        counted = Buffers(engine.module)
-        norm = backward_and_step(engine, surrogates, refuses=refuses_norm)
-        (before if norm is None else counted).restore()
-        return norm
-
-    towers = Forward(engine, prepare)
+    towers = EngineTowers(engine, prepare)
+    before = Snapshot(engine.module)
     try:
-        done = accumulate(towers, loss, micro_batches, update, agree, timer)
+        features = forward_all(towers, micro_batches, len(micro_batches))
+        after = Snapshot(engine.module)
+        out, leaves = loss_at_features(loss, features)
+        norm = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
     except Exception:
         before.restore()
         raise
-    clamp_scale(engine, max_scale, done.embeddings.scale.detach())
-    sides = done.embeddings.image, done.embeddings.text
+    (before if norm is None else after).restore()
+    clamp_scale(engine, max_scale, leaves.scale.detach())
+    return make_output(out, leaves, norm)
+
+
+def make_output(out: LossOutput, leaves: Embeddings, norm: Tensor | None) -> StepOutput:
+    """Return the results of a step."""
     return StepOutput(
-        metrics=done.out.metrics,
-        scale=done.embeddings.scale.detach(),
-        grad_norm=done.result,
+        metrics=out.metrics,
+        scale=leaves.scale.detach(),
+        grad_norm=norm,
         # Clone the rows, so that the features of the whole batch can be freed before the next step.
-        features=tuple(side.detach()[:SAMPLE].clone() for side in sides),
-        bias=done.embeddings.bias,
+        features=tuple(side.detach()[:SAMPLE].clone() for side in (leaves.image, leaves.text)),
+        bias=leaves.bias,
     )
 
 
-class Forward:
-    """Runs the towers on a micro-batch, and later runs the trained towers again to compute their gradient."""
+def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: LossOutput) -> None:
+    """Make all ranks continue or stop together, before the parameters are updated. Collective: one all_reduce.
 
-    def __init__(self, engine: Engine, prepare: Prepare):
-        self.engine = engine
-        self.prepare = prepare
-        self.trained = trained_sides(engine.module)
-        self.compiled = is_compiled(engine.module)
+    The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
 
-    def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        """Compute the features of a micro-batch."""
-        image, text, index, *group_id = self.prepare(batch)
-        # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
-        ids = [x.clone() for x in (index, *group_id)]
-        with torch.no_grad():
-            locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
-        rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower
-        # torch.compile builds separate graphs with and without gradients, which may draw different random numbers. So a
-        # compiled tower runs both forwards with gradients.
-        with torch.set_grad_enabled(keep_graph or self.compiled):
-            image, text, scale, bias = self._run_towers(image, text, trained=True)
-        image = locked_image if image is None else image
-        text = locked_text if text is None else text
-        index, *group_id = ids
-        return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
+    Raises:
+        StopError: If the ranks are at different steps, or if captions with different tokens have equal features.
+        DataStopError: If a rank could not read its data.
+        FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
+        SpikeError: If the batch must be skipped because its loss is a spike.
+    """
+    image, text = embeddings.image.detach(), embeddings.text.detach()
+    is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
+    equal_texts = None
+    if data.text:
+        equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
+    worst = comm.largest_of(
+        {
+            "not_finite": ~is_finite,
+            "data_error": data.error is not None,
+            "last_step": step,
+            "minus_first_step": -step,
+            "save": run.interrupts.is_save_due,
+            "stop": run.interrupts.asked is not None,
+            "writing": run.saver.is_writing,
+            "equal_texts": equal_texts or 0.0,
+            "loss": out.metrics["loss"],
+        }
+    )
+    if worst["last_step"] != -worst["minus_first_step"]:
+        refuse_different_steps(step)
+    run.interrupts.agree(bool(worst["save"]), bool(worst["stop"]))
+    run.saver.all_written = not worst["writing"]
+    if worst["data_error"]:
+        refuse_data_errors(step, data)
+    if worst["not_finite"]:
+        refuse_not_finite(step, embeddings, out)
+    if worst["equal_texts"] > MAX_EQUAL_TEXTS:
+        raise StopError(f"{worst['equal_texts']:.0%} {EQUAL_TEXTS} Nothing was updated")
+    if run.anomalies.check_spike("loss", step + 1, worst["loss"]):
+        raise SpikeError
 
-    def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
-        image, text, index, *_ = self.prepare(batch)
-        first.rng.restore()
-        return MicroFeatures(self._run_towers(image, text, trained=True), index, first.rng)
 
-    def _run_towers(self, image: Tensor, text: Tensor | Texts, trained: bool) -> Any:
-        """Run either the trained or the locked towers. The features of a tower that does not run are None."""
-        inputs: dict[str, Any] = {}
-        if self.trained["image"] == trained:
-            inputs["image"] = image
-        if self.trained["text"] == trained:
-            inputs |= text._asdict() if isinstance(text, Texts) else {"text": text}
-        return self.engine(**inputs) if inputs else (None, None, None, None)
+def refuse_different_steps(step: int) -> None:
+    """Raise StopError with the step of each rank. Collective.
+
+    A rank has skipped a collective, so its next collectives were matched with the wrong collectives of other ranks.
+    """
+    places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
+    raise StopError(
+        f"the ranks are at different steps, so they have not trained the same model: {'; '.join(places)}"
+    )
+
+
+def refuse_data_errors(step: int, data: StepData) -> None:
+    """Raise DataStopError with the first error and the ranks that have one. Collective."""
+    reports = comm.gather_objects(data.error)
+    errors = {rank: error for rank, error in enumerate(reports) if error is not None}
+    first_error = next(iter(errors.values()))
+    raise DataStopError(
+        f"step {step}: reading the data failed on {comm.join_ranks(errors)}: {first_error}"
+    )
+
+
+def refuse_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> None:
+    """Raise FloatingPointError with the ranks that caused a loss that is not finite. Collective."""
+    is_finite = all(bool(torch.isfinite(x).all()) for x in (embeddings.image, embeddings.text))
+    reports = comm.gather_objects((out.loss.item(), is_finite))
+    # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
+    sources = [rank for rank, (_, finite) in enumerate(reports) if not finite]
+    cause = f", because the features of {comm.join_ranks(sources)} are not"
+    if not sources:
+        sources = [rank for rank, (loss, _) in enumerate(reports) if not math.isfinite(loss)]
+        cause = f" on {comm.join_ranks(sources)}"
+    raise FloatingPointError(f"step {step}: the loss is not finite{cause}; nothing was updated")

@@ -27,7 +27,8 @@ from disco_ds.models.clip import build_model
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, mark_finished
 from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
-from disco_ds.training.loop import StopError, is_due, train
+from disco_ds.training.loop import is_due, train
+from disco_ds.training.step import StopError
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
@@ -469,14 +470,14 @@ def lose_data(path: Path) -> None:
     config = load_config(path, ["name=lost", "checkpoint.every_steps=0"])
     with ExitStack() as stack:
         run = build(config, None, stack)
-        read_step, numbers = run.loader.read_step, iter(range(6))
+        start_step, numbers = run.loader.start_step, iter(range(6))
 
-        def read_and_fail() -> Any:
+        def start_and_fail(**arguments: Any) -> Any:
             if next(numbers) == 3 and comm.rank() == 1:
                 run.loader._error = "the shard is gone"  # as after an error in reading
-            return read_step()
+            return start_step(**arguments)
 
-        run.loader.read_step = read_and_fail  # type: ignore[method-assign]
+        run.loader.start_step = start_and_fail  # type: ignore[method-assign]
         with pytest.raises(
             StopError,
             match=r"step 3: .*data failed on rank 1: .*saved after step 3; --resume latest",

@@ -145,7 +145,8 @@ def check_training(data: DataSettings, captions: list[str]) -> None:
     assert isinstance(manifest, Manifest)
     share = Share(0, 1, manifest.num_samples, manifest.num_samples // 2)
     loader = Loader(data, [manifest], SampleForm(SPEC, tokenize, CONTEXT, VOCAB), share, 0)
-    batches = list(loader.read_step().micro_batches)
+    loader.start_step()
+    batches = list(loader.first_pass())
     loader.close()
     assert sorted(int(i) for batch in batches for i in batch.index) == list(
         range(manifest.num_samples)

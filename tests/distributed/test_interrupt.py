@@ -29,18 +29,24 @@ def put_back() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_first_interrupt_asks_to_stop_and_arrives_twice(capfd: pytest.CaptureFixture[str]) -> None:
+def listening() -> Interrupts:
     interrupts = Interrupts()
-    assert interrupts.requests == (0, 0, 0)
+    interrupts.listen()
+    return interrupts
+
+
+def test_first_interrupt_asks_to_stop_and_arrives_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    interrupts = listening()
+    assert interrupts.asked is None
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
-    assert interrupts.requests == (0, 1, 0)
+    assert interrupts.asked == "SIGINT"
     assert capfd.readouterr().err.count("Ctrl-C: saving after this step") == 1
 
 
 def test_background_job_of_a_script_ignores_the_interrupt_of_others() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupts = Interrupts()
+    interrupts = listening()
     os.kill(os.getpid(), signal.SIGINT)
     assert interrupts.asked is None
 
@@ -54,7 +60,7 @@ def test_interrupt_whose_terminal_is_gone_asks_all_the_same(
         raise BrokenPipeError
 
     monkeypatch.setattr(os, "write", gone)
-    interrupts = Interrupts()
+    interrupts = listening()
     os.kill(os.getpid(), signal.SIGINT)
     assert interrupts.asked == "SIGINT"
 
@@ -63,6 +69,7 @@ AGAIN = f"""
 import os, signal, time
 from disco_ds.distributed.interrupt import Interrupts
 interrupts = Interrupts()
+interrupts.listen()
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep({interrupt.ONE_INTERRUPT_S} + 0.2)
 print(interrupts.asked, flush=True)

@@ -63,13 +63,13 @@ def spoil_gradient(module: Any, arguments: tuple[Embeddings], out: Any) -> None:
 SPOIL = {"loss": spoil_loss, "gradient": spoil_gradient}
 
 
-def leave_out(run: Run, numbers: set[int]) -> Callable[[], StepData]:
-    read, count = run.loader.read_step, iter(range(1, 100))
+def leave_out(run: Run, numbers: set[int]) -> Callable[..., StepData]:
+    start, count = run.loader.start_step, iter(range(1, 100))
 
-    def wanted() -> StepData:
+    def wanted(**arguments: Any) -> StepData:
         while next(count) in numbers:
-            read()
-        return read()
+            start()
+        return start(**arguments)
 
     return wanted
 

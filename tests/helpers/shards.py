@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from disco_ds.data import (
     ImageSpec,
     Loader,
     Manifest,
+    MicroBatch,
     SampleForm,
     Share,
     Source,
@@ -141,11 +143,18 @@ def make_loader(
     )
 
 
-def read_step(loader: Loader) -> StepData:
-    """A step with all of its micro-batches read, so that its error and figures are complete."""
-    data = loader.read_step()
-    assert len(list(data.micro_batches)) == len(data.micro_batches)
-    return data
+@dataclass
+class Step(StepData):
+    """A step that has been read."""
+
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+
+
+def read_step(loader: Loader) -> Step:
+    """Read a step, and return copies of its micro-batches."""
+    data = loader.start_step()
+    batches = [replace(b.map(torch.clone), lengths=b.lengths) for b in loader.first_pass()]
+    return Step(**vars(data), micro_batches=batches)
 
 
 def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:

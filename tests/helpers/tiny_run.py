@@ -16,7 +16,8 @@ from PIL import Image
 from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.training.build import build
-from disco_ds.training.loop import StopError, train
+from disco_ds.training.loop import train
+from disco_ds.training.step import StopError
 from helpers.towers import BPE_SIZE, write_tiny
 
 

@@ -167,7 +167,7 @@ def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) ->
                     resume,
                 )
                 if kind == "whole":
-                    run.loader.read_step = leave_out(run, set(BOTH))
+                    run.loader.start_step = leave_out(run, set(BOTH))
                 train(run)
                 run.engine.destroy()
             folders[kind] = run.folder

@@ -21,7 +21,8 @@ from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
-from disco_ds.training.loop import StopError, finish, train
+from disco_ds.training.loop import finish, train
+from disco_ds.training.step import StopError
 from helpers.dist import run_ranks
 from helpers.faults import At, failure, nothing, start
 from helpers.launched import (

@@ -1,8 +1,6 @@
-"""The random draws around a step: those of the next one are the same, whatever has become of this one."""
+"""GradAccum without an engine: gradients, random numbers and precision."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
+from disco_ds.training.grad_accum import (
+    MicroFeatures,
+    Rng,
+    Snapshot,
+    forward_all,
+    loss_at_features,
+    surrogates,
+)
 
 
 class Dropped:
@@ -37,28 +42,35 @@ def loss(embeddings: Embeddings) -> LossOutput:
     return LossOutput(F.cross_entropy(logits, torch.arange(len(logits))), {})
 
 
-def backward(surrogates: Iterator[Tensor]) -> None:
-    for surrogate in surrogates:
-        surrogate.backward()
-
-
-def skip(surrogates: Iterator[Tensor]) -> None:
-    backward(surrogates)
-    raise FloatingPointError("the gradient is not finite")
-
-
 @pytest.mark.parametrize("num", [1, 4])
-def test_a_batch_skipped_for_its_gradient_leaves_the_generators_as_an_applied_one(num: int) -> None:
+def test_repeated_forwards_backpropagate_what_the_first_ones_drew(num: int) -> None:
+    """The gradient of a step with dropout is that of one graph over all micro-batches, with the same draws."""
     batches = torch.randn(8, 8).chunk(num)
-    states = []
-    for send in (backward, skip):
-        torch.manual_seed(0)
-        try:
-            accumulate(Dropped(), loss, batches, send)
-        except FloatingPointError:
-            assert send is skip
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
+    torch.manual_seed(0)
+    towers = Dropped()
+    parameters = [*towers.image.parameters(), *towers.text.parameters()]
+    torch.manual_seed(1)
+    features = forward_all(towers, batches, num)
+    _, leaves = loss_at_features(loss, features)
+    for surrogate in surrogates(towers, batches, features, leaves):
+        surrogate.backward()
+    found = [p.grad for p in parameters]
+    torch.manual_seed(1)
+    parts = [towers(batch, keep_graph=True).features for batch in batches]
+    image, text = (torch.cat(side) for side in list(zip(*parts, strict=True))[:2])
+    expected = torch.autograd.grad(loss(Embeddings(image, text, torch.ones(1))).loss, parameters)
+    torch.testing.assert_close(found, list(expected))
+
+
+def test_snapshot_restores_buffers_and_random_numbers() -> None:
+    model = nn.BatchNorm1d(4)
+    before, drawn = Snapshot(model), torch.randn(3)
+    model(torch.randn(8, 4))
+    assert model.running_mean is not None
+    assert model.running_mean.any()
+    before.restore()
+    assert not model.running_mean.any()
+    assert torch.equal(torch.randn(3), drawn)
 
 
 def test_surrogate_of_fp16_features_is_summed_in_fp32() -> None:
@@ -74,10 +86,7 @@ def test_surrogate_of_fp16_features_is_summed_in_fp32() -> None:
     def large(embeddings: Embeddings) -> LossOutput:
         return LossOutput((64 * embeddings.image.float()).sum() + 0 * embeddings.text.sum(), {})
 
-    values = []
-
-    def keep(surrogates: Iterator[Tensor]) -> None:
-        values.extend(surrogate.item() for surrogate in surrogates)
-
-    accumulate(Half(), large, [image], keep)
-    assert values == [64 * 64 * 4 * 8]
+    features = forward_all(Half(), [image], 1)
+    _, leaves = loss_at_features(large, features)
+    (surrogate,) = surrogates(Half(), [image], features, leaves)
+    assert surrogate.item() == 64 * 64 * 4 * 8

@@ -8,6 +8,7 @@ import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import AnomalyDetector, share_of_equal_texts
+from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
-from disco_ds.training.loop import AskedToStopError, StopError, agree, refuse_overflows, train
+from disco_ds.training.loop import AskedToStopError, refuse_overflows, train
+from disco_ds.training.step import StopError, agree
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -65,7 +67,7 @@ def passed_over(
         with ExitStack() as stack:
             run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
             if kind == "without":
-                run.loader.read_step = leave_out(run, set(kinds))
+                run.loader.start_step = leave_out(run, set(kinds))
             train(run)
         runs[kind] = run.folder
     comm.barrier()
@@ -141,11 +143,17 @@ def features(path: Path) -> None:
 
 def out_of_step() -> None:
     step = 5 + comm.rank()
-    data = StepData([], None, 0.0, [])
+    data = StepData()
     one, out = torch.ones(1, 1), LossOutput(torch.ones(()), {"loss": torch.ones(())})
-    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     with pytest.raises(StopError, match=r"rank 0 on .*: step 5; rank 1 on .*: step 6"):
-        agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
+        agree(run_to_agree(), step, data, Embeddings(one, one, torch.ones(1)), out)
+
+
+def run_to_agree() -> Any:
+    """What `agree` needs of a run."""
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    saver = SimpleNamespace(is_writing=False)
+    return SimpleNamespace(anomalies=trouble, interrupts=Interrupts(), saver=saver)
 
 
 def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> None:
@@ -153,12 +161,10 @@ def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> 
     tokens = torch.randint(1, 100, (256, 4), generator=generator)
     rows = torch.nn.functional.normalize(torch.randn(256, 8, generator=generator), dim=1)
     out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
-    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
 
     def first_step(text: torch.Tensor, features: torch.Tensor) -> None:
         embeddings = Embeddings(rows, features, torch.ones(1))
-        equal = share_of_equal_texts(text, features)
-        agree(0, StepData(), Interrupts(), trouble, embeddings, out, equal)
+        agree(run_to_agree(), 0, StepData(text=list(text.split(128))), embeddings, out)
 
     few, some = rows.clone(), rows.clone()
     few[1:3], some[1:5] = few[0], some[0]
@@ -176,9 +182,8 @@ def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: in
     features = [torch.ones(2, 4), torch.ones(2, 4)]
     features[side][1, 2] = torch.nan
     out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
-    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     with pytest.raises(FloatingPointError, match=r"step 7: .* because the features of rank 0"):
-        agree(7, StepData(), Interrupts(), trouble, Embeddings(*features, torch.ones(1)), out)
+        agree(run_to_agree(), 7, StepData(), Embeddings(*features, torch.ones(1)), out)
 
 
 def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def run_once(
     with ExitStack() as stack:
         run = start(config, at, stack, resume)
         if name.endswith("without"):
-            run.loader.read_step = leave_out(run, {LOSS, NORM})
+            run.loader.start_step = leave_out(run, {LOSS, NORM})
         train(run)
         return run.folder
 

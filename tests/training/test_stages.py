@@ -23,7 +23,8 @@ from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import RefusedError, exit_code, run_training
 from disco_ds.runs.run_log import LOG
-from disco_ds.training.loop import AskedToStopError, StopError
+from disco_ds.training.loop import AskedToStopError
+from disco_ds.training.step import StopError
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
 from helpers.stage_optimizers import KILLED_AT
@@ -99,7 +100,8 @@ def train_plainly(config: Config) -> dict[str, Tensor]:
         warmup = config.optim.warmup_steps * config.global_batch
         model.train()
         while samples < stage.until:
-            (micro_batch,) = loader.read_step().micro_batches
+            loader.start_step()
+            (micro_batch,) = loader.first_pass()
             rate = peak * (samples + config.global_batch) / warmup
             if samples >= warmup:
                 progress = torch.tensor((samples - warmup) / (total - warmup), dtype=torch.float64)

@@ -8,7 +8,7 @@ number of ranks as integers, and never communicates with other ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from disco_ds.data.order.slots import Share
 from disco_ds.data.pipeline.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.pipeline.shared_batches import SharedBatches, count_bytes, lay_out
 from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device
-from disco_ds.data.pipeline.step_data import MicroBatch, MicroBatches, StepData
+from disco_ds.data.pipeline.step_data import MicroBatch, StepData
 from disco_ds.data.pipeline.worker import Job
 from disco_ds.data.pipeline.worker_process import InProcess, Worker, describe_error
 from disco_ds.data.remote.cache_size import fit_cache
@@ -131,7 +131,12 @@ class Loader:
         self._share = share
         self._num_parts = share.num_micro_batches
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
-        self._current: MicroBatches | None = None
+        self._data: StepData | None = None
+        """The current step."""
+        self._num_read = 0
+        """Number of micro-batches of this step that have been read."""
+        self._kept: list[MicroBatch] = []
+        """If pixels is "device": this step's micro-batches."""
         self._held: list[int] = []
         """If pixels is "host": numbers of the buffers that contain the current step's micro-batches."""
         self._uploads: dict[int, Upload] = {}
@@ -193,28 +198,53 @@ class Loader:
         """Number of samples that were dropped (see DroppedSample), counted like `broken`."""
         return self._position.dropped
 
-    def read_step(self) -> StepData:
-        """Return the next step. Its micro-batches are read when they are requested.
+    def start_step(self, keep_text: bool = False) -> StepData:
+        """Begin the next step. The micro-batches that the previous step has left unread are read and discarded.
 
-        A micro-batch is valid until the next one is requested or, if pixels is "device", until read_step is called
-        again.
+        Args:
+            keep_text: Whether first_pass also fills StepData.text.
 
-        Neither this call nor the first request for a micro-batch raises. After an error, the rest of this step and all
-        later steps consist of placeholders. Only the second decoding of a micro-batch may raise DataError.
+        Returns:
+            The record of this step's data, which first_pass fills.
         """
         self._finish_step()
         self._before = self._position
-        data = StepData(error=self._error)
-        again = {
-            "device": None,
-            "host": self._upload_again,
-            "compressed": partial(self._decode_again, data),
-        }
-        self._current = MicroBatches(
-            self._num_parts, partial(self._read, data), again[self._pixels]
-        )
-        data.micro_batches = self._current
-        return data
+        self._data = StepData(error=self._error, text=[] if keep_text else None)
+        return self._data
+
+    def first_pass(self) -> Iterator[MicroBatch]:
+        """Read this step's micro-batches. Each one is read when it is requested.
+
+        A micro-batch is valid until the next one is requested or, if pixels is "device", until the next step starts.
+
+        This raises no error. After an error, the rest of this step and all later steps consist of placeholders, and
+        StepData.error is set.
+        """
+        assert self._data is not None, "start_step comes first"
+        while self._num_read < self._num_parts:
+            batch = self._read(self._data)
+            self._num_read += 1
+            if self._pixels == "device":
+                self._kept.append(batch)
+            yield batch
+
+    def second_pass(self) -> Iterator[MicroBatch]:
+        """Return this step's micro-batches once more, in the same order, except the last one.
+
+        A micro-batch is valid until the next one is requested.
+
+        Raises:
+            DataError: If a micro-batch cannot be decoded again. A placeholder would make the gradients wrong, because
+                the loss of this step was computed from the real samples.
+        """
+        assert self._data is not None, "start_step comes first"
+        for k in range(self._num_parts - 1):
+            if self._pixels == "device":
+                yield self._kept[k]
+            elif self._pixels == "host":
+                yield self._upload_again(k)
+            else:
+                yield self._decode_again(self._data)
 
     def drop_step(self) -> None:
         """Reset the position to the start of this step, and read no more data.
@@ -267,6 +297,8 @@ class Loader:
     def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
         """Record a delivery of the first pass in `data`, and return its micro-batch."""
         data.index.append(self._batches[delivery.number].index.clone())
+        if data.text is not None:
+            data.text.append(self._batches[delivery.number].text.clone())
         lengths = self._count(delivery.number)
         data.num_tokens += 0 if lengths is None else int(lengths.sum())
         for part in delivery.parts:
@@ -337,16 +369,8 @@ class Loader:
         else:
             self._feed.look_ahead()
 
-    def _decode_again(self, data: StepData, k: int) -> MicroBatch:
-        """Return micro-batch k, which the workers decode a second time.
-
-        Raises:
-            DataError: If decoding fails. A placeholder would make the gradients wrong, because the loss of this step
-                was computed from the real samples.
-        """
-        assert k == self._num_again, (
-            f"micro-batch {k} is requested again before micro-batch {self._num_again}"
-        )
+    def _decode_again(self, data: StepData) -> MicroBatch:
+        """Return the next micro-batch that the workers decode a second time. See second_pass for errors."""
         try:
             delivery = self._take(data)
         except Exception as error:
@@ -358,10 +382,10 @@ class Loader:
 
     def _finish_step(self) -> None:
         """Read the micro-batches of the last step that were never requested, and release the step's buffers."""
-        if self._current is None:
+        if self._data is None:
             return
-        for k in range(self._current.num_read, self._num_parts):
-            _ = self._current[k]
+        for _ in self.first_pass():
+            pass
         for number in self._held:
             self._feed.release(number)
         # The workers decode every micro-batch except the last one twice. If the trainer skipped its second pass, read
@@ -369,10 +393,11 @@ class Loader:
         if self._pixels == "compressed":
             try:
                 while self._error is None and self._num_again < self._num_parts - 1:
-                    _ = self._current[self._num_again]
+                    self._decode_again(self._data)
             except DataError as error:
                 self._error = str(error)
-        self._held, self._uploads, self._num_again = [], {}, 0
+        self._held, self._kept, self._uploads = [], [], {}
+        self._num_read, self._num_again = 0, 0
 
     def _describe(self, error: Exception, step: int) -> str:
         return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"

@@ -1,10 +1,9 @@
-"""One rank's data for one training step. Its micro-batches are read while the step runs."""
+"""One rank's data for one training step, see Loader.start_step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -43,47 +42,10 @@ class MicroBatch:
         return MicroBatch(*map(change, self.tensors.values()))  # type: ignore[arg-type]
 
 
-class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of a step. Each is read when it is first requested, and may be requested again later.
-
-    They must be requested in order the first time.
-
-    Args:
-        num: Number of micro-batches.
-        read: Function that reads the next micro-batch.
-        again: Function that returns micro-batch k a second time. If it is None, this object keeps the micro-batches.
-    """
-
-    def __init__(
-        self, num: int, read: Callable[[], MicroBatch], again: Callable[[int], MicroBatch] | None
-    ) -> None:
-        self._num, self._read, self._again = num, read, again
-        self._kept: list[MicroBatch] = []
-        self.num_read = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, k: Any) -> Any:
-        if k not in range(self._num):
-            raise IndexError(k)
-        if k < self.num_read:
-            return self._again(k) if self._again else self._kept[k]
-        assert k == self.num_read, (
-            f"micro-batch {k} is requested before micro-batch {self.num_read}"
-        )
-        batch = self._read()
-        self.num_read += 1
-        if self._again is None:
-            self._kept.append(batch)
-        return batch
-
-
 @dataclass
 class StepData:
-    """A rank's data for one step. The fields are complete once all micro-batches have been read."""
+    """What a rank has read for one step, except the micro-batches themselves. Loader.first_pass fills the fields."""
 
-    micro_batches: Sequence[MicroBatch] = ()
     error: str | None = None
     """Description of the error, or None. All micro-batches after an error are placeholders, so that this rank still
     takes part in all collectives."""
@@ -97,5 +59,7 @@ class StepData:
     """Number of tokens of all texts, as in MicroBatch.lengths; 0 if they are not counted."""
     index: list[Tensor] = field(default_factory=list)
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
+    text: list[Tensor] | None = None
+    """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The next (epoch, offset) of every stream that this step read from, keyed by stream number."""

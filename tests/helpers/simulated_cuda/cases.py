@@ -33,15 +33,15 @@ from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepDat
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
-from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
+from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger
 from disco_ds.metrics.timers import Timer
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, read_text_size
-from disco_ds.training.engine import build_engine, set_rates
-from disco_ds.training.loop import agree, log, prepare
-from disco_ds.training.step import StepOutput, train_step
+from disco_ds.training.engine import EngineTowers, build_engine, prepare
+from disco_ds.training.loop import log
+from disco_ds.training.step import StepOutput, run_step
 from helpers.checkpoints import save_now
 from helpers.schedule import plain
 from helpers.simulated_cuda.host import Host, on_the_host, simulate
@@ -189,7 +189,6 @@ class Training:
             tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given),
             K,
         )
-        self.prepare = partial(prepare, self.config)
         self.loader = open_loader(self.config.global_batch, self.config.image_staging)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
         self.loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
@@ -209,7 +208,14 @@ class Training:
         )
         parts = {
             "engine": self.engine,
+            "towers": EngineTowers(self.engine, partial(prepare, self.config)),
+            "loss": self.loss,
+            "loader": self.loader,
             "interrupts": Interrupts(),
+            "heartbeat": SimpleNamespace(mark=lambda *place, timed: None),
+            "saver": SimpleNamespace(is_writing=False),
+            "metrics": SimpleNamespace(phases=SimpleNamespace()),
+            "learning_rate": lambda step: 1e-3,
             "config": self.config,
             "anomalies": trouble,
             "schedule": plain(self.config.global_batch, 10),
@@ -218,24 +224,10 @@ class Training:
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
-        data = self.loader.read_step()
-
-        def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
-            agree(0, data, self.run.interrupts, self.run.anomalies, embeddings, out)
-            set_rates(self.engine, 1e-3, self.config.optim, embeddings.scale)
-
-        out = train_step(
-            self.engine,
-            self.loss,
-            data.micro_batches,
-            self.prepare,
-            100.0,
-            agree_and_set_rates,
-            self.run.anomalies.check_norm,
-            timer,
-        )
+        data = self.loader.start_step()
+        self.run.metrics.phases.timer = lambda sampled: timer
+        out = run_step(self.run, 0, data)
         assert data.error is None, data.error
-        self.loss.commit()
         return out, data
 
 
@@ -346,7 +338,11 @@ def stray_case(host: Host, where: str) -> None:
         return
     training = Training(1, "autocast", 1)
     on_device = partial(prepare, training.config)
-    training.prepare = lambda batch: (on_device(batch)[0], batch.text.cpu(), on_device(batch)[2])
+    training.run.towers.prepare = lambda batch: (
+        on_device(batch)[0],
+        batch.text.cpu(),
+        on_device(batch)[2],
+    )
     training.step()
 
 
