@@ -13,15 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from disco_ds.checkpoints.upload import Uploads
-from disco_ds.checkpoints.weights import build_from, read_weights
-from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
+from disco_ds.config import Config
 from disco_ds.config.ds_config import precision
 from disco_ds.config.secrets import redact
 from disco_ds.data import ImageSpec
@@ -31,21 +27,18 @@ from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS, Interrupts
+from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
-from disco_ds.launch.slurm import adopt_slurm
+from disco_ds.eval.model import evaluation_settings, in_precision, load_model
 from disco_ds.losses import LossContractError
-from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
-from disco_ds.runs.run_folder import AUTO, CONFIG, mark_launch
+from disco_ds.models.clip import read_preprocessing
+from disco_ds.runs.run_folder import AUTO, mark_launch
 from disco_ds.runs.run_log import note, say
 from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import build
-from disco_ds.training.engine import DTYPES
 from disco_ds.training.loop import AskedToStopError, finish, train
 from disco_ds.training.out_of_memory import OutOfMemory, explained
 from disco_ds.training.step import StopError
-
-EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
-"""Settings for evaluating a model that has no run."""
 
 
 class RefusedError(ValueError):
@@ -60,10 +53,6 @@ AGREED_ERRORS = (
     AskedToStopError,
 )
 """Errors that all ranks raise together, after they have left the process group normally."""
-
-
-LOOKS = {"image_size", "image_mean", "image_std", "interpolation", "resize_mode", "quick_gelu"}
-"""Model settings of a recipe that also apply when the recipe is used to evaluate other weights."""
 
 
 def exit_code(error: Exception | None) -> int:
@@ -360,79 +349,3 @@ def evaluate_run(
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         module = in_precision(module, kind)
         return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)
-
-
-def evaluation_settings(
-    model: str | Path,
-    overrides: Sequence[str],
-    recipe: str | Path | None,
-    weights: str | Path | None,
-) -> Config:
-    """Return the settings for an evaluation.
-
-    They are the recipe or, by default, the settings of the model's run, with the overrides applied. If
-    there is neither, the overrides are applied to default settings.
-
-    Raises:
-        ValueError: If the settings are invalid or name no evaluation set.
-    """
-    path = Path(model)
-    # The path may be RUN or RUN/checkpoints/step-N.
-    found = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
-    if recipe is None:
-        recipe = found[0] if found and not weights else EVALUATION
-    config = load_config(recipe, list(overrides))
-    if not config.eval.sets:
-        raise ValueError(
-            "nothing to evaluate on; set eval.labeled.NAME=FOLDER, eval.retrieval.NAME=FOLDER or "
-            "eval.validation.NAME=FOLDER"
-        )
-    return config
-
-
-def in_precision(module: nn.Module, kind: str) -> nn.Module:
-    """Make a model compute in the same precision as an engine in training.
-
-    Args:
-        module: The model. It is changed in place.
-        kind: autocast, bf16, fp16 or fp32.
-    """
-    if kind == "autocast":
-        module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
-    return module.to(DTYPES[kind])
-
-
-def load_model(
-    model: str | Path,
-    weights: str | Path | None = None,
-    ema: bool = False,
-    recipe: ModelSettings | None = None,
-) -> tuple[nn.Module, Any]:
-    """Load a model for evaluation.
-
-    Args:
-        model: See `evaluate_run`.
-        weights: See `evaluate_run`.
-        ema: See `evaluate_run`.
-        recipe: Model settings that provide the preprocessing and activation for `weights`.
-
-    Returns:
-        The model (on this rank's device, in eval mode) and its tokenizer.
-
-    Raises:
-        ValueError: If the model or the weights cannot be loaded.
-    """
-    if weights and ema:
-        raise ValueError("--ema needs a run or a checkpoint: --weights contain no moving average")
-    if weights:
-        changes = recipe.model_dump(include=LOOKS) if recipe else {}
-        settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)
-        module = build_model(settings)
-    elif Path(model).exists():
-        read = read_weights(Path(model), ema)
-        settings, module = read.settings, build_from(read)
-    else:
-        raise ValueError(
-            f"{model} does not exist; to evaluate a model by its name, add --weights FILE"
-        )
-    return module.to(comm.local_device()).eval(), build_tokenizer(settings, module)

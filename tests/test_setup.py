@@ -112,7 +112,7 @@ import sys
 import torch
 from open_clip_train.data import get_wds_dataset
 from open_clip_train.params import parse_args
-from disco_ds.checks.versions import check_versions
+from disco_ds.doctor.versions import check_versions
 from torchvision.transforms import ToTensor
 
 args = parse_args(["--train-data", sys.argv[1], "--train-num-samples", "8", "--batch-size", "4", "--workers", "1"])

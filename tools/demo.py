@@ -70,7 +70,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 
 
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
-    from disco_ds.cli.packing import pack
+    from disco_ds.launch.packing import pack
 
     # Run the launcher as a module, because the #! line of the `deepspeed` script fails if Python's path has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]

@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from disco_ds.checks import Line, examine
-from disco_ds.checks.versions import check_versions
 from disco_ds.config import load_config
-from disco_ds.launch.watchdog import die_with_launcher
+from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.doctor import Line, examine
+from disco_ds.doctor.versions import check_versions
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,10 +43,10 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         yield from examine("versions", check_versions)
     # Not imported at the top, so that a package that cannot be imported is reported like other findings.
     try:
-        from disco_ds.checks.hosts import check_host
-        from disco_ds.checks.ranks import check_ranks
-        from disco_ds.checks.recipe_checks import check_data, check_start
-        from disco_ds.checks.samples import check_samples
+        from disco_ds.doctor.hosts import check_host
+        from disco_ds.doctor.ranks import check_ranks
+        from disco_ds.doctor.recipe_checks import check_data, check_start
+        from disco_ds.doctor.samples import check_samples
     except Exception as error:  # a broken installation may raise anything
         remedy = (
             "reinstall the package that cannot be imported; torch and torchvision must be of the same build "

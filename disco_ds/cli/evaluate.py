@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import RendezvousError
+from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import Result, describe
-from disco_ds.launch.watchdog import die_with_launcher
 from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
+from disco_ds.runs.messages import fail_rank, set_up_logging
 
 
 def run(args: argparse.Namespace) -> int:

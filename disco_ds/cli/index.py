@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from disco_ds.cli.messages import show
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data.remote.stores import StoreError
 from disco_ds.data.sources.counting import Contents, compare, index_shards
 from disco_ds.data.sources.listing import NAME, find_shards, list_folder
 from disco_ds.data.sources.manifest import read_manifest, write_manifest
 from disco_ds.names import plural
+from disco_ds.runs.messages import show
 
 
 def run(args: argparse.Namespace) -> int:

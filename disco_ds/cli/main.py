@@ -7,10 +7,15 @@ import sys
 from importlib import import_module
 
 from disco_ds.cli.parser import parse_args
-from disco_ds.launch.slurm import adopt_slurm
+from disco_ds.distributed.slurm import adopt_slurm
 
-RANK_COMMANDS = {"train", "launch", "evaluate", "doctor"}
-"""Modules of commands that report user errors themselves. Their other errors are shown with a traceback."""
+MODULES = {
+    "eval": "disco_ds.cli.evaluate",
+    "launch": "disco_ds.launch.launcher",
+}
+"""Modules of commands. A command that is not listed has its module in cli/, under its own name."""
+RANK_COMMANDS = {"train", "launch", "eval", "doctor"}
+"""Commands that report user errors themselves. Their other errors are shown with a traceback."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,26 +29,27 @@ def main(argv: list[str] | None = None) -> int:
     # DeepSpeed's notices, for example that there is no GPU, would mix with the command's output.
     if args.command != "train":
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    module = "evaluate" if args.command == "eval" else args.command
+    command = args.command
     # A dry run does not need the trainer, whose import takes seconds.
-    if args.command == "train" and args.dry_run:
-        module = "dry_run"
-    if module in ("train", "evaluate", "doctor"):
+    if command == "train" and args.dry_run:
+        command = "dry_run"
+    if command in ("train", "eval", "doctor"):
         try:
             adopt_slurm()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     try:
-        code: int = import_module(f"disco_ds.cli.{module}").run(args)
+        module = import_module(MODULES.get(command, f"disco_ds.cli.{command}"))
+        code: int = module.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        if module in RANK_COMMANDS:
+        if command in RANK_COMMANDS:
             raise
         # Not imported at the top: the module imports libraries that --help does not need.
-        from disco_ds.cli.messages import show
+        from disco_ds.runs.messages import show
 
         show(error)
         return 2

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from disco_ds.cli.packing import unpack
+from disco_ds.launch.packing import unpack
 from disco_ds.models.gpus import GPUS
 from disco_ds.plan.assumptions import Assumptions
 

@@ -6,11 +6,11 @@ import argparse
 import os
 import socket
 
-from disco_ds.cli.messages import fail_rank, set_up_logging, show
 from disco_ds.config import load_config
 from disco_ds.distributed.comm import RendezvousError
-from disco_ds.launch.watchdog import die_with_launcher
+from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.run import AGREED_ERRORS, exit_code, train_session
+from disco_ds.runs.messages import fail_rank, set_up_logging, show
 from disco_ds.training.loop import AskedToStopError
 from disco_ds.training.out_of_memory import OutOfMemory
 

@@ -12,8 +12,8 @@ This package imports only `config` and `names` from the rest of disco_ds. It rec
 as arguments, and never communicates with other ranks.
 """
 
+from disco_ds.data.errors import BrokenSample, DataError
 from disco_ds.data.images.augment import augment
-from disco_ds.data.images.broken import BrokenSample, DataError
 from disco_ds.data.images.decode import ImageSpec
 from disco_ds.data.order.sequential import read_all, read_labels
 from disco_ds.data.order.slots import Share, divide

@@ -1,4 +1,4 @@
-"""Coordination of ranks: collectives, agreement, heartbeats and signals.
+"""Coordination of ranks: joining, collectives, agreement, heartbeats and signals.
 
 Only comm.py uses torch.distributed.
 """

@@ -36,7 +36,7 @@ _next_port: int | None = None
 
 
 def init(timeout_s: float) -> None:
-    """Join the process group that the launcher's environment variables (launch/slurm.py) describe.
+    """Join the process group that the launcher's environment variables (distributed/slurm.py) describe.
 
     Without a launcher, create a group of one rank. Collective: every rank must call this.
 

@@ -1,1 +1,1 @@
-"""Code that runs before torch.distributed starts: it reads srun's variables, and ends a rank when its launcher ends."""
+"""`disco-ds launch` starts the ranks on all hosts and restarts them after a failure."""

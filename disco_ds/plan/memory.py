@@ -14,10 +14,10 @@ from typing import Any
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_device
+from disco_ds.models.dtypes import DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import Towers
-from disco_ds.training.engine import DTYPES
 
 GIB = 2**30
 PARTS = (

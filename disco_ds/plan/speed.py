@@ -12,11 +12,11 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.losses import build_loss
 from disco_ds.losses.blocks import TiledLoss
+from disco_ds.models.dtypes import DTYPES
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
-from disco_ds.training.engine import DTYPES
 
 TUNING_S = 30.0
 """Seconds in which Triton tunes a loss's kernels, as measured on an H200 (docs/results.md)."""

@@ -12,7 +12,7 @@ import numpy as np
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision
 from disco_ds.data import ImageSpec, SampleForm, Source, load_sources
-from disco_ds.data.images.broken import BrokenSample, DroppedSample, breaks_sample
+from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
 from disco_ds.models.clip import build_tokenizer, read_preprocessing, read_text_size
 from disco_ds.models.fast import find_counter, packs

@@ -37,10 +37,11 @@ from disco_ds.models.clip import (
     read_preprocessing,
     read_text_size,
 )
+from disco_ds.models.dtypes import DTYPES
 from disco_ds.models.fast import find_counter
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.text_tokens import plan_lengths
-from disco_ds.training.engine import DTYPES, EngineTowers
+from disco_ds.training.engine import EngineTowers
 
 Watch = Callable[[str], AbstractContextManager[None]]
 

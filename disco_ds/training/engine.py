@@ -25,6 +25,7 @@ from disco_ds.config import Config, OptimSettings
 from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.models.clip import Texts, trained_sides
+from disco_ds.models.dtypes import DTYPES
 from disco_ds.models.fast import is_compiled
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.training.custom_optimizer import build_custom
@@ -36,14 +37,6 @@ Prepare = Callable[[Any], tuple[Any, ...]]
 
 For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
 is optional. Repeated calls with the same micro-batch return the same values."""
-
-DTYPES = {
-    "autocast": torch.float32,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""Maps the precision in the ds_config to the dtype of the parameters. Also maps optim.muon_precision to a dtype."""
 
 
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:

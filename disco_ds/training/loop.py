@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -19,14 +21,15 @@ from disco_ds.config import CheckpointSettings, EvalSettings
 from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
+from disco_ds.eval import Result, describe, evaluate_sets, record
 from disco_ds.metrics.anomalies import features_spread
-from disco_ds.metrics.report import REPORT, log_errors, write_report
+from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.runs.run_folder import mark_finished
 from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
+from disco_ds.training.ema import averaged, has_average
 from disco_ds.training.engine import SpikeError
-from disco_ds.training.evaluation import evaluate
 from disco_ds.training.step import DataStopError, StepOutput, run_step
 
 logger = logging.getLogger(__name__)
@@ -194,6 +197,44 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
         model=run.engine.module,
     )
     run.anomalies.check_record(run.metrics.log(point))
+
+
+def evaluate(run: Run, step: int) -> dict[str, float]:
+    """Evaluate the model on all evaluation sets, and log the results. Collective; training is not affected.
+
+    With optim.ema, the average of the weights is evaluated too. Its results have names that end in _ema.
+
+    Returns:
+        The values that were written to metrics.jsonl, keyed by name.
+    """
+    run.heartbeat.mark(step, "evaluating")
+    start = time.monotonic()
+    arguments = run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch
+    results = evaluate_sets(*arguments)
+    if run.sets and has_average(run.engine):
+        with averaged(run.engine):
+            for result in evaluate_sets(*arguments):
+                results.append(replace(result, name=f"{result.name}_ema"))
+    values = record(results)
+    run.metrics.note(step, values)
+    run.metrics.skip(time.monotonic() - start)
+    if comm.rank() == 0 and results:
+        publish(run, step, results)
+    return values
+
+
+def publish(run: Run, step: int, results: list[Result]) -> None:
+    """Write the results to the log and to W&B, and keep examples for report.png. Rank 0 only."""
+    samples, epoch_samples = run.schedule.samples(step), run.loader.num_samples
+    epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
+    say(f"step {step:,}{epoch}:\n{describe(results)}")
+    classified = [result for result in results if result.examples]
+    if classified:
+        with log_errors("images for report.png were not saved"):
+            save_examples(run.folder, classified[0].name, classified[0].examples)
+        if run.wandb:
+            examples = [example for result in classified for example in result.examples]
+            run.wandb.write_examples(samples, examples)
 
 
 def finish(run: Run) -> None:

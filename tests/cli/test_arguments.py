@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from disco_ds.cli.launch import front_end
-from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.cli.main import main
-from disco_ds.cli.packing import pack
 from disco_ds.cli.parser import parse_args
+from disco_ds.launch.hosts import read_hostfile
+from disco_ds.launch.launcher import front_end
+from disco_ds.launch.packing import pack
 from helpers.tool import load_tool
 
 # The dry run

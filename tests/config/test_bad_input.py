@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from disco_ds.cli.dry_run import describe_run
-from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
 from disco_ds.config.recipe_yaml import Dumper, parse
+from disco_ds.launch.hosts import read_hostfile
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)

@@ -19,14 +19,13 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
-from disco_ds.data.images.broken import breaks_sample
+from disco_ds.data.captions import fill_template, pick_caption
+from disco_ds.data.errors import breaks_sample
 from disco_ds.data.images.decode import (
     _crop_box,
     decode_image,
     decode_pixels,
-    fill_template,
     find_image,
-    pick_caption,
     resize_for_evaluation,
     resize_random_crop,
 )

@@ -20,8 +20,9 @@ from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
 from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
-from disco_ds.data.images.broken import read_patiently, read_regular
-from disco_ds.data.images.decode import decode_image, fill_template, shorten_caption
+from disco_ds.data.captions import fill_template, shorten_caption
+from disco_ds.data.errors import read_patiently, read_regular
+from disco_ds.data.images.decode import decode_image
 from disco_ds.data.sources.tar import TarReader, split_name
 from helpers.shards import (
     encode,

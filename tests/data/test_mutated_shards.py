@@ -25,7 +25,7 @@ import torch
 
 from disco_ds.config import DataSettings
 from disco_ds.data import BrokenSample, SampleForm, Source, index_shards, load_sources
-from disco_ds.data.images.broken import breaks_sample, name_broken
+from disco_ds.data.errors import breaks_sample, name_broken
 from helpers.shards import CONTEXT, SPEC, VOCAB, encode, noise, settings, tokenize
 
 SEED = 20_261_123

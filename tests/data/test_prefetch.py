@@ -14,7 +14,7 @@ import pytest
 
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.images.broken import CacheFullError
+from disco_ds.data.errors import CacheFullError
 from disco_ds.data.order.mixture import mix_sources
 from disco_ds.data.order.slots import DataOrder
 from disco_ds.data.remote.fetching import fetch_temporary, progress

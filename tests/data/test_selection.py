@@ -15,8 +15,8 @@ import webdataset as wds
 from PIL import Image
 
 from disco_ds.data import load_sources
-from disco_ds.data.images.broken import BrokenSample, DroppedSample
-from disco_ds.data.images.decode import pick_caption
+from disco_ds.data.captions import pick_caption
+from disco_ds.data.errors import BrokenSample, DroppedSample
 from disco_ds.data.sources.selection import Selection, _contains, _passes, read_uids
 from helpers.shards import CONTEXT, make_loader, read_global, read_step, settings, write_shards
 

@@ -21,7 +21,7 @@ from disco_ds.data import (
     resolve_shards,
     write_manifest,
 )
-from disco_ds.data.images.broken import DroppedSample
+from disco_ds.data.errors import DroppedSample
 from disco_ds.data.sources.tar import TarReader
 from helpers.shards import read_global, settings, write_shards, write_tar
 

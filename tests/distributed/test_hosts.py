@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.data import resolve_shards
 from disco_ds.distributed import comm
+from disco_ds.launch.hosts import read_hostfile
 from disco_ds.training.build import build, open_folder
 from helpers.cluster import marked, tool
 from helpers.dist import free_port, run_ranks

@@ -1,23 +1,17 @@
-"""Conversion of a sample's bytes into an image tensor and a caption.
+"""Conversion of an encoded image into a tensor.
 
 The result of every function here depends only on the bytes, settings and random numbers that are passed to it. Callers
-wrap the calls in broken.breaks_sample, which turns the decoders' errors into BrokenSample.
+wrap the calls in errors.breaks_sample, which turns the decoders' errors into BrokenSample.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
-import string
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -28,13 +22,9 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.data.images.broken import BrokenSample
+from disco_ds.data.captions import Members, Picture
+from disco_ds.data.errors import BrokenSample
 
-Members = Mapping[str, Any]
-"""A sample's members by extension. They are bytes, unless data.stages replaced them with text, parsed JSON or PIL
-images."""
-Picture = bytes | Image.Image
-"""An encoded image, or a decoded one if data.stages decoded it."""
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 """Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 if features.check("avif"):  # Pillow 11.3 and later
@@ -63,12 +53,6 @@ NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""
-_KEYS = re.compile(r"[^\[\]]+")
-"""Matches each part of a template field: the name of the member, and the keys in brackets."""
-_MAX_CAPTION = 2**14
-"""Maximum number of bytes of a caption that are passed to the tokenizer."""
-_MAX_WORD = 2**11
-"""Maximum number of bytes of a word that are passed to the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -271,158 +255,3 @@ def _crop_box(
 
 def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-def pick_caption(
-    weights: dict[str, float], members: Members, uniform: float, item: float = 0.0
-) -> str:
-    """Choose one of the caption templates at random, according to their weights, and fill it.
-
-    A field in a template names a member of the sample: {txt} is the text of the member txt, {json[key]} is an entry of
-    the parsed member json, {json[key][0]} is the first item of a list, and {json[key][*]} is a random item of it. A
-    field must not be a whole list. {json[key]|txt} is the first of the alternatives that the sample has.
-
-    Args:
-        weights: The weight of each template, from data.captions.
-        members: The sample's members by extension.
-        uniform: Random number in [0, 1) that selects the template.
-        item: Random number in [0, 1) that selects the items of lists.
-
-    Raises:
-        BrokenSample: See fill_template.
-    """
-    ends = list(accumulate(weights.values()))
-    number = bisect_right(ends, uniform * ends[-1])
-    return fill_template(list(weights)[number], members, item)
-
-
-def list_fields(template: str) -> set[str]:
-    """Return the names of the members that a template refers to."""
-    # For example, the field "json[label]" refers to the member json.
-    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    return {name.partition("[")[0] for field in fields for name in field.split("|")}
-
-
-def fill_template(template: str, members: Members, item: float = 0.0, what: str = "caption") -> str:
-    """Fill a template with the sample's members, and strip whitespace from both ends.
-
-    Args:
-        template: The template. It must have passed check_template.
-        members: The sample's members.
-        item: Random number in [0, 1) that selects the items of lists.
-        what: What the filled template is called in messages.
-
-    Raises:
-        BrokenSample: If a field is missing or cannot be used, or if the result is empty. The message lists the sample's
-            members.
-    """
-    seen = f"; the sample has {', '.join(members)}"
-    try:
-        text, draws = "", [item]
-        for literal, field, _, _ in string.Formatter().parse(template):
-            text += literal
-            if field is not None:
-                text += _fill_field(field, members, draws)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise BrokenSample(f"{what} {template!r}: {type(error).__name__}: {error}{seen}") from None
-    if not text.strip():
-        raise BrokenSample(f"{what} {template!r} is empty{seen}")
-    return text.strip()
-
-
-def _fill_field(field: str, members: Members, draws: list[float]) -> str:
-    """Return the text of the first alternative of a field that is not missing, null, NaN or blank.
-
-    `draws` is explained in _look_up.
-    """
-    *others, last = field.split("|")
-    for name in others:
-        # Ignore only missing values. Any other error makes the sample broken.
-        with suppress(LookupError):
-            text = _look_up(name, members, draws)
-            if text.strip():
-                return text
-    return _look_up(last, members, draws)
-
-
-def _look_up(name: str, members: Members, draws: list[float]) -> str:
-    """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
-
-    draws[0] is the random number for the next `[*]`. Each `[*]` replaces it.
-
-    Raises:
-        LookupError: If it is missing, null, NaN or infinite.
-        ValueError: If it is a list, an object or a boolean.
-    """
-    member, *keys = _KEYS.findall(name)
-    value = members[member]
-    if isinstance(value, bytes):
-        value = json.loads(value) if member.rpartition(".")[2] == "json" else value.decode("utf-8")
-    for key in keys:
-        if value is None:
-            break
-        if key == "*":
-            if not isinstance(value, list):
-                raise ValueError(f"{{{name}}} is not a list")
-            # If the list is empty, this raises IndexError, which is a LookupError.
-            place = draws[0] * len(value)
-            value = value[int(place)]
-            # For any drawn item, the fractional part is again uniform in [0, 1), so the next `[*]` is independent.
-            draws[0] = place % 1
-        else:
-            value = value[int(key) if isinstance(value, list) else key]
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise LookupError(f"{{{name}}} is {value or 'null'}")
-    if isinstance(value, (bool, dict)):
-        raise ValueError(
-            f"{{{name}}} is of the type {type(value).__name__}, not a text or a number"
-        )
-    if isinstance(value, list):
-        raise ValueError(
-            f"{{{name}}} is a list of {len(value)} items; write {{{name}[0]}} for the first, "
-            f"{{{name}[*]}} for a random one"
-        )
-    return str(value)
-
-
-def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
-    """Return a 64-bit hash of the value that data.group_by names. Samples with equal values share a group.
-
-    Args:
-        group_by: See data.group_by; if it is None, the result is 0.
-        members: The sample's members.
-        caption: The caption that was chosen for this epoch.
-        image: The encoded image, or the decoded one if data.stages decoded it.
-
-    Raises:
-        BrokenSample: See fill_template.
-    """
-    if group_by is None:
-        return 0
-    if group_by == "image":
-        value = image if isinstance(image, bytes) else image.tobytes()
-    else:
-        text = caption if group_by == "caption" else fill_template(group_by, members, what="group")
-        value = text.encode("utf-8", "surrogatepass")
-    digest = hashlib.blake2b(value, digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def shorten_caption(text: str) -> str:
-    """Shorten a very long caption, to limit the time that the tokenizer takes.
-
-    CLIP's byte pair encoding takes time quadratic in the length of a word: 10 s for 16,000 letters. A caption of at
-    most 2,048 bytes is not changed. A longer caption is cut to 16,384 bytes, and each of its words to 2,048 bytes. This
-    rarely affects the tokens: one token of CLIP's vocabulary stands for about 5 bytes on average, so CLIP's context of
-    77 tokens is usually full much earlier. Text without spaces, such as Chinese or Thai, is treated as one word, so it
-    is cut after 682 characters.
-    """
-    data = text.encode("utf-8", "surrogatepass")
-    if len(data) <= _MAX_WORD:
-        return text
-    # Only these characters count as separators. Tokenizers remove other separators, such as control characters, and
-    # would thereby join the words around them.
-    data = re.sub(rb"([^ \t\r\n]{%d})[^ \t\r\n]+" % _MAX_WORD, rb"\1", data[:_MAX_CAPTION])
-    return data.decode(
-        "utf-8", "ignore"
-    )  # drops the bytes of a character that was cut in the middle

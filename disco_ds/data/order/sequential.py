@@ -13,15 +13,9 @@ from itertools import islice
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import BrokenSample, breaks_sample, name_broken
-from disco_ds.data.images.decode import (
-    ImageSpec,
-    decode_image,
-    fill_template,
-    find_image,
-    list_fields,
-    resize_for_evaluation,
-)
+from disco_ds.data.captions import fill_template, list_fields
+from disco_ds.data.errors import BrokenSample, breaks_sample, name_broken
+from disco_ds.data.images.decode import ImageSpec, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from disco_ds.data.images.broken import DataError
+from disco_ds.data.errors import DataError
 from disco_ds.data.order.counter_rng import keyed_permutation
 
 _SHARDS, _SAMPLES = 1, 2

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import DataError
+from disco_ds.data.errors import DataError
 from disco_ds.data.order.slots import Share
 from disco_ds.data.pipeline.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.pipeline.shared_batches import SharedBatches, count_bytes, lay_out

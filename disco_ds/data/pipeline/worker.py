@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import (
+from disco_ds.data.errors import (
     BrokenSample,
     DataError,
     DroppedSample,

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 import torch
 from torch.multiprocessing import get_context
 
-from disco_ds.data.images.broken import DataError, printable
+from disco_ds.data.errors import DataError, printable
 from disco_ds.data.pipeline.worker import Job, Part, produce_parts
 from disco_ds.data.remote.fetching import progress
 from disco_ds.data.sources.base import Source

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any, BinaryIO, NoReturn
 
 from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
-from disco_ds.data.images.broken import DataError
+from disco_ds.data.errors import DataError
 from disco_ds.data.remote.stores import ChangedError, StoreError, describe, pause, read_blocks
 
 _BLOCK = 2**20

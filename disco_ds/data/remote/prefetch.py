@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from disco_ds.data.images.broken import CacheFullError
+from disco_ds.data.errors import CacheFullError
 from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.sources.base import Source
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
-from disco_ds.data.images.broken import CacheFullError, DataError
+from disco_ds.data.errors import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch, progress
 from disco_ds.data.remote.stores import StoreError, Version, describe, read_version
 

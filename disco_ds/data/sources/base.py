@@ -22,20 +22,16 @@ from typing import Protocol
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import DataError, breaks_sample
+from disco_ds.data.captions import Members, Picture, find_group, pick_caption, shorten_caption
+from disco_ds.data.errors import DataError, breaks_sample
 from disco_ds.data.images.decode import (
     NUM_CROP_NUMBERS,
     ImageSpec,
-    Members,
-    Picture,
     decode_image,
     decode_pixels,
-    find_group,
     find_image,
-    pick_caption,
     resize_for_evaluation,
     resize_random_crop,
-    shorten_caption,
 )
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 from disco_ds.data.sources.selection import Selection

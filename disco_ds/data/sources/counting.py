@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, RemoteSettings
-from disco_ds.data.images.broken import CacheFullError, DataError, printable
-from disco_ds.data.images.decode import list_fields
+from disco_ds.data.captions import list_fields
+from disco_ds.data.errors import CacheFullError, DataError, printable
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.sources.listing import Listing, list_folder

@@ -26,8 +26,8 @@ from typing import BinaryIO
 import numpy as np
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import BrokenSample, read_regular
-from disco_ds.data.images.decode import fill_template, list_fields
+from disco_ds.data.captions import fill_template, list_fields
+from disco_ds.data.errors import BrokenSample, read_regular
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Source
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
-from disco_ds.data.images.broken import read_regular
+from disco_ds.data.errors import read_regular
 from disco_ds.data.sources.base import Source
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")

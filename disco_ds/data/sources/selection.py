@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import DroppedSample
-from disco_ds.data.images.decode import Members
+from disco_ds.data.captions import Members
+from disco_ds.data.errors import DroppedSample
 from disco_ds.names import load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from disco_ds.data.images.broken import MAX_BYTES, BrokenSample, CacheFullError, DroppedSample
+from disco_ds.data.errors import MAX_BYTES, BrokenSample, CacheFullError, DroppedSample
 from disco_ds.data.remote.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")

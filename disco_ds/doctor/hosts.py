@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from disco_ds.checks import Line
-from disco_ds.checks.versions import PACKAGES, installed
 from disco_ds.config import PACKAGE
 from disco_ds.distributed.agreement import check_agreement
+from disco_ds.doctor import Line
+from disco_ds.doctor.versions import PACKAGES, installed
 from disco_ds.runs.shared_folder import check_shared
 
 _DISK_BYTES = 20e9

@@ -7,7 +7,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from disco_ds.checks import Line
+from disco_ds.doctor import Line
 
 PACKAGES = (
     "disco_ds",

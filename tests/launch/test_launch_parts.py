@@ -16,7 +16,10 @@ import psutil
 import pytest
 
 from disco_ds.checkpoints.retention import META
-from disco_ds.cli.launch import (
+from disco_ds.cli.parser import parse_args
+from disco_ds.config import load_config
+from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.launch.launcher import (
     Signals,
     find_run,
     judge,
@@ -24,9 +27,6 @@ from disco_ds.cli.launch import (
     run_once,
     supervise,
 )
-from disco_ds.cli.parser import parse_args
-from disco_ds.config import load_config
-from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
 from helpers.cluster import words
 from helpers.tiny_run import recipe
@@ -42,7 +42,7 @@ print({says!r}, file=sys.stderr, flush=True)
 
 WATCH = """
 import os, resource, subprocess
-from disco_ds.launch.watchdog import _end_after
+from disco_ds.distributed.watchdog import _end_after
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
 front = subprocess.Popen({command!r}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -88,7 +88,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
 
     Ranks in another session are found by the launch id, other processes, such as ssh, by their group.
     """
-    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 1.0)
+    monkeypatch.setattr("disco_ds.launch.launcher.NAMING_S", 1.0)
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -252,7 +252,7 @@ def test_only_the_first_attempt_refuses_the_settings(
         command = list(arguments[0])  # type: ignore[call-overload]
         return str(command[command.index("--launch-id") + 1])
 
-    monkeypatch.setattr("disco_ds.cli.launch.run_once", attempt)
+    monkeypatch.setattr("disco_ds.launch.launcher.run_once", attempt)
     config = load_config(recipe(tmp_path))
     args = parse_args(["launch", "--config", str(tmp_path / "tiny.yaml"), "--restarts", "9"])
     assert supervise(args, config, {}, SimpleNamespace(count=0)) == code
@@ -268,7 +268,7 @@ def supervise_with(folder: Path, monkeypatch: pytest.MonkeyPatch, do: Any, *argu
         do(next(count))
         return {1}
 
-    monkeypatch.setattr("disco_ds.cli.launch.run_once", attempt)
+    monkeypatch.setattr("disco_ds.launch.launcher.run_once", attempt)
     config = load_config(folder.parents[1] / "tiny.yaml")
     path = str(folder.parents[1] / "tiny.yaml")
     args = parse_args(["launch", "--config", path, "--restarts", "9", *arguments])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.launch import run
-from disco_ds.cli.launch_hosts import narrow, read_hostfile, signal_ranks, wait_for_hosts
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
+from disco_ds.launch.hosts import narrow, read_hostfile, signal_ranks, wait_for_hosts
+from disco_ds.launch.launcher import run
 from helpers.tiny_run import recipe
 
 HOSTS = ("host-a", "user@host-b", "host-c")
@@ -74,7 +74,7 @@ def own_handlers() -> Iterator[None]:
 def test_ranks_of_every_attempt_of_a_launch_are_ended_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_handlers: None
 ) -> None:
-    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 0.5)
+    monkeypatch.setattr("disco_ds.launch.launcher.NAMING_S", 0.5)
     monkeypatch.chdir(tmp_path)  # where `python -m` looks for packages first
     package = tmp_path / "deepspeed" / "launcher"
     package.mkdir(parents=True)

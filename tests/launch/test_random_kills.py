@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from disco_ds.cli.launch import newest_checkpoint
+from disco_ds.launch.launcher import newest_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED
 from helpers.checkpoints import flip
 from helpers.cluster import cluster_launch, of_the_run, tool, words

@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from disco_ds.checkpoints.retention import META, list_complete
-from disco_ds.cli.launch_hosts import (
+from disco_ds.config import Config, load_config
+from disco_ds.distributed.watchdog import die_with_parent
+from disco_ds.launch.hosts import (
     SSH_OPTIONS,
     check_min_hosts,
     narrow,
@@ -41,10 +43,8 @@ from disco_ds.cli.launch_hosts import (
     signal_ranks,
     wait_for_hosts,
 )
-from disco_ds.cli.messages import fail_rank
-from disco_ds.cli.packing import pack
-from disco_ds.config import Config, load_config
-from disco_ds.launch.watchdog import die_with_parent
+from disco_ds.launch.packing import pack
+from disco_ds.runs.messages import fail_rank
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"

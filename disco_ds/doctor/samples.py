@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from disco_ds.checks import Line, Status
 from disco_ds.config import Config, DataSettings
 from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
-from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
+from disco_ds.data.errors import DroppedSample, breaks_sample, name_broken
 from disco_ds.data.images.decode import decode_image, find_image
 from disco_ds.distributed import comm
+from disco_ds.doctor import Line, Status
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
 

@@ -16,12 +16,12 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from disco_ds.checks import Line, examine
-from disco_ds.checks.hosts import check_all_hosts
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
+from disco_ds.doctor import Line, examine
+from disco_ds.doctor.hosts import check_all_hosts
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import Tiling

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from disco_ds.cli.messages import show
 from disco_ds.config import Config
 from disco_ds.config.recipe_yaml import split_override
 from disco_ds.config.text_file import read_text
+from disco_ds.runs.messages import show
 
 LINE = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?",

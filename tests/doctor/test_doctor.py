@@ -16,20 +16,20 @@ import torch
 import torchvision
 from PIL import Image
 
-from disco_ds.checks import Line, examine
-from disco_ds.checks.recipe_checks import (
-    check_data,
-    check_ds_config,
-    check_kernels,
-    check_start,
-)
-from disco_ds.checks.samples import Inputs, check_samples
-from disco_ds.checks.versions import check_versions
 from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.distributed import comm
+from disco_ds.doctor import Line, examine
+from disco_ds.doctor.recipe_checks import (
+    check_data,
+    check_ds_config,
+    check_kernels,
+    check_start,
+)
+from disco_ds.doctor.samples import Inputs, check_samples
+from disco_ds.doctor.versions import check_versions
 from disco_ds.models.clip import read_preprocessing, read_text_size
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings

@@ -1,0 +1,98 @@
+"""The model, the settings and the precision of `disco-ds eval`, which evaluates a run, an export or other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from disco_ds.checkpoints.weights import build_from, read_weights
+from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
+from disco_ds.distributed import comm
+from disco_ds.models.clip import build_model, build_tokenizer
+from disco_ds.models.dtypes import DTYPES
+from disco_ds.runs.run_folder import CONFIG
+
+EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
+"""Settings for evaluating a model that has no run."""
+LOOKS = {"image_size", "image_mean", "image_std", "interpolation", "resize_mode", "quick_gelu"}
+"""Model settings of a recipe that also apply when the recipe is used to evaluate other weights."""
+
+
+def evaluation_settings(
+    model: str | Path,
+    overrides: Sequence[str],
+    recipe: str | Path | None,
+    weights: str | Path | None,
+) -> Config:
+    """Return the settings for an evaluation.
+
+    They are the recipe or, by default, the settings of the model's run, with the overrides applied. If
+    there is neither, the overrides are applied to default settings.
+
+    Raises:
+        ValueError: If the settings are invalid or name no evaluation set.
+    """
+    path = Path(model)
+    # The path may be RUN or RUN/checkpoints/step-N.
+    found = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
+    if recipe is None:
+        recipe = found[0] if found and not weights else EVALUATION
+    config = load_config(recipe, list(overrides))
+    if not config.eval.sets:
+        raise ValueError(
+            "nothing to evaluate on; set eval.labeled.NAME=FOLDER, eval.retrieval.NAME=FOLDER or "
+            "eval.validation.NAME=FOLDER"
+        )
+    return config
+
+
+def in_precision(module: nn.Module, kind: str) -> nn.Module:
+    """Make a model compute in the same precision as an engine in training.
+
+    Args:
+        module: The model. It is changed in place.
+        kind: autocast, bf16, fp16 or fp32.
+    """
+    if kind == "autocast":
+        module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
+    return module.to(DTYPES[kind])
+
+
+def load_model(
+    model: str | Path,
+    weights: str | Path | None = None,
+    ema: bool = False,
+    recipe: ModelSettings | None = None,
+) -> tuple[nn.Module, Any]:
+    """Load a model for evaluation.
+
+    Args:
+        model: See `evaluate_run`.
+        weights: See `evaluate_run`.
+        ema: See `evaluate_run`.
+        recipe: Model settings that provide the preprocessing and activation for `weights`.
+
+    Returns:
+        The model (on this rank's device, in eval mode) and its tokenizer.
+
+    Raises:
+        ValueError: If the model or the weights cannot be loaded.
+    """
+    if weights and ema:
+        raise ValueError("--ema needs a run or a checkpoint: --weights contain no moving average")
+    if weights:
+        changes = recipe.model_dump(include=LOOKS) if recipe else {}
+        settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)
+        module = build_model(settings)
+    elif Path(model).exists():
+        read = read_weights(Path(model), ema)
+        settings, module = read.settings, build_from(read)
+    else:
+        raise ValueError(
+            f"{model} does not exist; to evaluate a model by its name, add --weights FILE"
+        )
+    return module.to(comm.local_device()).eval(), build_tokenizer(settings, module)
