@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -31,6 +31,29 @@ from torch import Tensor, nn
 from disco_ds.distributed import comm
 from disco_ds.losses.input_checks import check_tensors
 from disco_ds.names import did_you_mean, load_custom
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher's features of the same samples. They are constants: no gradient flows into them."""
+
+    image: Tensor
+    """[b, D'], unit rows. D' may differ from the width of the student's features."""
+    text: Tensor
+    """[b, D'], unit rows."""
+    scale: Tensor
+    """[1], the teacher's logit scale, 1 / temperature."""
+    bias: Tensor | None = None
+    """[1], the teacher's logit bias, which only the sigmoid loss uses. None: 0."""
+
+    def __post_init__(self) -> None:
+        image, text = self.image, self.text
+        check_tensors(image=image, text=text, scale=self.scale)
+        if image.dim() != 2 or image.shape != text.shape or self.scale.shape != (1,):
+            raise ValueError(
+                "a teacher needs image and text [b, D] of the same shape and scale [1], got "
+                f"{tuple(image.shape)}, {tuple(text.shape)} and {tuple(self.scale.shape)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -50,6 +73,8 @@ class Embeddings:
     group_id: Tensor | None = None
     """[b] int64, the group of each image-text pair. For example, pairs with the same caption form a group
     (docs/losses.md section 8)."""
+    teacher: Sequence[Teacher] = ()
+    """The features of the teachers, for a loss with the option teacher_weight (docs/losses.md section 9)."""
 
     def __post_init__(self) -> None:
         image, text = self.image, self.text
@@ -72,6 +97,12 @@ class Embeddings:
             ids = getattr(self, name)
             if ids is not None and ids.shape != image.shape[:1]:
                 raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
+        for teacher in self.teacher:
+            if len(teacher.image) != len(image):
+                raise ValueError(
+                    f"the teacher has {len(teacher.image)} rows, but image and text have {len(image)}; pass the "
+                    "teacher's features of the same samples"
+                )
         if self.group_id is not None and self.group_id.dtype != torch.int64:
             raise ValueError(
                 f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "
@@ -119,6 +150,8 @@ class Loss(nn.Module):
     """True if this loss trains the model's logit scale."""
     initial_scale: float = 1 / 0.07
     """Initial value of the logit scale."""
+    teacher_weight: float | None = None
+    """Weight of the teachers' targets, from 0 to 1; None if the loss learns from the pairs alone."""
 
     def initial_bias(self, global_batch: int) -> float | None:
         """Return the initial value of the logit bias, or None if the model needs no bias."""
@@ -141,12 +174,28 @@ class Loss(nn.Module):
                 f"{type(self).__name__} takes one Embeddings(image, text, scale), got {got}; ClipLoss and SigLipLoss "
                 "take the features and the scale separately, as in open_clip"
             )
+        if bool(embeddings.teacher) != (self.teacher_weight is not None):
+            raise ValueError(self._describe_teacher())
+        if not self.teacher_weight:
+            embeddings = replace(embeddings, teacher=())
         out = super().__call__(embeddings)
         if problem := _find_problem(out, embeddings):
             raise LossContractError(
                 f"{type(self).__module__}:{type(self).__qualname__}.forward {problem}"
             )
         return out
+
+    def _describe_teacher(self) -> str:
+        """Return the message for a loss that got a teacher it does not use, or no teacher although it needs one."""
+        name = type(self).__name__
+        if self.teacher_weight is not None:
+            return (
+                f"{name} has teacher_weight={self.teacher_weight}, but Embeddings have no teacher"
+            )
+        return (
+            f"Embeddings have a teacher, but {name} does not use it: set the option teacher_weight (from 0 to 1) of "
+            "clip, disco, disco_fused, inf_cl or siglip"
+        )
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
         """Prepare for data of this size. Called once, before the first forward.
@@ -328,6 +377,17 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     return found, takes_any
 
 
+def check_teacher_weight(weight: float | None) -> float | None:
+    """Return the weight.
+
+    Raises:
+        ValueError: If it is not from 0 to 1.
+    """
+    if weight is not None and not 0 <= weight <= 1:
+        raise ValueError(f"teacher_weight must be from 0 to 1, got {weight}")
+    return weight
+
+
 def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     """Count the rows in which a positive has the highest similarity. Pass the result to global_metrics.
 
@@ -346,17 +406,23 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
 
 
 def global_metrics(
-    loss: Tensor, hits: Sequence[Tensor], num_rows: int, group: Any
+    loss: Tensor,
+    hits: Sequence[Tensor],
+    num_rows: int,
+    group: Any,
+    others: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Average the loss, and the accuracies if they were computed, over all ranks. Collective: one all_reduce.
+    """Average the loss, the accuracies and other metrics over all ranks. Collective: one all_reduce.
 
     Args:
         loss: This rank's share, 0-d.
-        hits: Results of count_hits, first for image to text, then for text to image.
+        hits: Results of count_hits, first for image to text, then for text to image. Empty ones are left out.
         num_rows: Number of rows in which this rank counted hits. The accuracies are hits / num_rows.
         group: The process group; None: all ranks.
+        others: This rank's shares of further metrics, 0-d.
     """
     accuracies = [x.float() / num_rows for x in hits if x.numel()]
-    part = torch.stack([loss.detach().float(), *accuracies])
-    mean = comm.all_reduce_sum(part, group) / comm.size(group)
-    return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=False))
+    parts = dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), [loss, *accuracies], strict=False))
+    parts |= others or {}
+    mean = comm.all_reduce_sum(torch.stack([x.detach().float() for x in parts.values()]), group)
+    return dict(zip(parts, (mean / comm.size(group)).unbind(), strict=True))

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from disco_ds.distributed import comm, ring
-from disco_ds.losses.base import Embeddings, Loss
+from disco_ds.losses.base import Embeddings, Loss, check_teacher_weight
 from disco_ds.losses.kernels import (
     Block,
     Groups,
     Impl,
     Precision,
     Sums,
+    Target,
     Tiling,
     full_dtype,
     softmax_gradient,
@@ -114,12 +115,27 @@ class GroupedLoss(TiledLoss):
         same_group: How the loss of an anchor treats the other pairs of the anchor's group. "negatives": like the pairs
             of other groups. "positives": as further positives of the anchor. "ignored": they are left out. The groups
             are in Embeddings.group_id. See docs/losses.md section 8.
+        teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
+            pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
         options: See TiledLoss.
+
+    Raises:
+        ValueError: If teacher_weight is not from 0 to 1, or is combined with groups.
     """
 
-    def __init__(self, same_group: SameGroup = "negatives", **options: Any):
+    def __init__(
+        self,
+        same_group: SameGroup = "negatives",
+        teacher_weight: float | None = None,
+        **options: Any,
+    ):
         super().__init__(**options)
         self.same_group = same_group
+        self.teacher_weight = check_teacher_weight(teacher_weight)
+        if teacher_weight and same_group != "negatives":
+            raise ValueError(
+                f"same_group={same_group} does not work together with teacher_weight; use same_group=negatives"
+            )
 
 
 class Gathered:
@@ -205,6 +221,8 @@ class Gathered:
         needs_rows: bool,
         needs_columns: bool,
         moments: Tensor | None = None,
+        teachers: Sequence[Lesson] = (),
+        taught: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
 
@@ -219,6 +237,8 @@ class Gathered:
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
+            teachers: The teachers.
+            taught: [b, D], see softmax_gradient.
 
         Returns:
             The two gradients, [b, D] each; None if not needed.
@@ -230,7 +250,13 @@ class Gathered:
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
         block = self._block(rows, self.columns, scales, 0, shift)
         column_shifts = self._gather_vector(shifts[1])
-        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, self.kept, parts)
+        targets = [
+            each.target(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
+            for each in teachers
+        ]
+        softmax_gradient(
+            block, shifts[0], column_shifts, d_rows, d_columns, self.kept, parts, targets, taught
+        )
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         if d_columns is not None:
@@ -282,6 +308,8 @@ class GatheredBoth(Gathered):
         needs_rows: bool,
         needs_columns: bool,
         moments: Tensor | None = None,
+        teachers: Sequence[Lesson] = (),
+        taught: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the same gradients as Gathered.gradient."""
         found: list[Tensor | None] = []
@@ -352,22 +380,39 @@ class Ring:
         shift: Tensor | None,
         needs_rows: bool,
         needs_columns: bool,
+        teachers: Sequence[Lesson] = (),
+        taught: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Gathered.gradient."""
         d_rows = zero_gradient(rows) if needs_rows else None
+        sent = [self.own, shifts[1]]
+        for teacher in teachers:
+            sent += [teacher.blocks.own, teacher.lse[1]]
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            columns, column_shifts = block
+            columns, column_shifts, *others = block
             d_columns = None
             if needs_columns:
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
             # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
             # so they travel with the owner's columns.
             current = self._block(rows, columns, scales, owner, shift)
-            softmax_gradient(current, shifts[0], column_shifts, d_rows, d_columns)
+            targets = [
+                teacher.target(others[2 * k], others[2 * k + 1], current.first)
+                for k, teacher in enumerate(teachers)
+            ]
+            softmax_gradient(
+                current,
+                shifts[0],
+                column_shifts,
+                d_rows,
+                d_columns,
+                targets=targets,
+                taught=taught,
+            )
             return [] if d_columns is None else [d_columns]
 
-        found = ring.circulate([self.own, shifts[1]], visit, _add_parts, self.group)
+        found = ring.circulate(sent, visit, _add_parts, self.group)
         return d_rows, found[0] if found else None
 
     def _block(
@@ -383,6 +428,46 @@ class Ring:
 
 
 Blocks = Gathered | Ring
+
+
+@dataclass
+class Lesson:
+    """What the student learns from one teacher: the teacher's softmaxes over this rank's rows and columns."""
+
+    blocks: Any
+    """Compares the teacher's rows with its columns; Gathered or Ring."""
+    rows: Tensor
+    """[b, D']."""
+    scale: Tensor
+    """[1] float64, positive. For a teacher with a negative scale, the rows are turned instead."""
+    shift: Tensor | None
+    """See kernels.Block."""
+    x: Tensor
+    """[b] float64, the teacher's logits of the pairs."""
+    others: Tensor
+    """[2, b] float64, logarithms of the sums over the rows and the columns, without the pairs."""
+    weight: float
+    """Weight of the teacher."""
+    own: Tensor | None = None
+    """See kernels.Target."""
+
+    @property
+    def lse(self) -> Tensor:
+        """[2, b], logarithms of the sums over the rows and the columns, with the pairs."""
+        return torch.logaddexp(self.others, self.x)
+
+    @property
+    def on_others(self) -> Tensor:
+        """[b], the weight times the probability of all entries but the pair, in the row and in the column together."""
+        return self.weight * (self.others - self.lse).exp().sum(0)
+
+    def target(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Target:
+        """Return the softmaxes over these columns, which have the logarithms `column_lse`."""
+        row_scale = self.scale.expand(len(self.rows))
+        column_scale = self.scale.expand(len(columns))
+        tiling = self.blocks.tiling
+        block = Block(self.rows, columns, row_scale, column_scale, first, self.shift, tiling)
+        return Target(block, self.lse[0], column_lse, self.weight, self.own)
 
 
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:

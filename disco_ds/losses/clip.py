@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
+from disco_ds.losses.base import (
+    Embeddings,
+    Loss,
+    LossOutput,
+    check_teacher_weight,
+    global_metrics,
+    register_loss,
+)
 from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.teacher import teach
 
 
 @register_loss("clip")
@@ -26,9 +34,10 @@ class ClipLoss(Loss):
     communicates. Collective: every rank must call this. Source: docs/losses.md section 1; DisCo-CLIP equation 1.
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, teacher_weight: float | None = None):
         super().__init__()
         self.group = group
+        self.teacher_weight = check_teacher_weight(teacher_weight)
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from the whole matrix. Collective."""
@@ -39,9 +48,10 @@ class ClipLoss(Loss):
             logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
         labels = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        loss, others = teach(loss, (logits, logits.T), embeddings, slice(None), self)
         with torch.no_grad():
             hits = [(logits.argmax(dim) == labels).sum() for dim in (1, 0)]
-            metrics = global_metrics(loss, hits, len(logits), self.group)
+            metrics = global_metrics(loss, hits, len(logits), self.group, others)
         return LossOutput(loss, metrics)
 
 

@@ -10,8 +10,16 @@ import torch
 from torch.nn import functional as F
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
+from disco_ds.losses.base import (
+    Embeddings,
+    Loss,
+    LossOutput,
+    check_teacher_weight,
+    global_metrics,
+    register_loss,
+)
 from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.teacher import teach
 
 
 @register_loss("disco")
@@ -26,9 +34,10 @@ class DisCoLoss(Loss):
     Collective in forward and backward: every rank must call this.
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, teacher_weight: float | None = None):
         super().__init__()
         self.group = group
+        self.teacher_weight = check_teacher_weight(teacher_weight)
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from this rank's two blocks. Collective."""
@@ -45,7 +54,8 @@ class DisCoLoss(Loss):
             logits_text = s * (T_A[own] @ I_A.T)
         labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)
         loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
+        loss, others = teach(loss, (logits_image, logits_text), embeddings, own, self)
         with torch.no_grad():
             hits = [(logits.argmax(1) == labels).sum() for logits in (logits_image, logits_text)]
-            metrics = global_metrics(loss, hits, b, self.group)
+            metrics = global_metrics(loss, hits, b, self.group, others)
         return LossOutput(loss, metrics)

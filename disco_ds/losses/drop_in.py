@@ -6,13 +6,14 @@ ranks; with these losses, that average is the gradient of the global batch. docs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import Embeddings, build_loss
+from disco_ds.losses.base import Embeddings, Teacher, build_loss
 from disco_ds.losses.input_checks import check_alike, check_tensors, warn_of_unusual
 
 
@@ -51,6 +52,7 @@ class _DropIn(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         group_id: Tensor | None = None,
+        teacher: Sequence[Teacher] = (),
     ) -> Tensor | dict[str, Tensor]:
         """Compute the loss of the global batch. Collective, and so is backward. Call backward once per loss.
 
@@ -61,6 +63,7 @@ class _DropIn(nn.Module):
             logit_bias: 0-d, [1] or a number; None for a bias of zero.
             output_dict: Return a dict, as open_clip does.
             group_id: [b] int64, the group of each image-text pair, for the option `same_group`.
+            teacher: Features of teachers for the same samples, for the option `teacher_weight`.
 
         Returns:
             A 0-d loss, or {"contrastive_loss": loss} with output_dict. The mean of the loss over ranks is the
@@ -84,7 +87,9 @@ class _DropIn(nn.Module):
             bias = torch.as_tensor(logit_bias, device=device).reshape(1)
         if self.check:
             check_alike(image_features, text_features, scale, bias, group_id, self.group)
-        out = self.loss(Embeddings(image_features, text_features, scale, bias, None, group_id))
+        out = self.loss(
+            Embeddings(image_features, text_features, scale, bias, None, group_id, teacher)
+        )
         # InfoNCE does not depend on the bias, but DistributedDataParallel waits for a gradient of
         # every parameter.
         value = out.loss + 0 * bias.sum()

@@ -15,6 +15,7 @@ from torch import Tensor
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics
 from disco_ds.losses.blocks import (
     Blocks,
+    Lesson,
     TiledLoss,
     add_pairs,
     assign_sides,
@@ -24,8 +25,10 @@ from disco_ds.losses.blocks import (
     overflow_shift,
     pair_cosines,
     shift_fits,
+    zero_gradient,
 )
 from disco_ds.losses.kernels import Groups, Sums, Tiling, full_dtype
+from disco_ds.losses.teacher import measure_lesson
 
 MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any, Groups | None], Blocks]
 """Constructor of Gathered or Ring; takes this rank's columns [b, D], the tiling, the comm dtype, the process group and
@@ -52,7 +55,8 @@ def infonce(
     """
     groups, metrics = loss.find_groups(embeddings)
     rows, columns, swap = assign_sides(embeddings)
-    value, *hits = _InfoNCE.apply(
+    teachers = [(t.text, t.image) if swap else (t.image, t.text) for t in embeddings.teacher]
+    value, parts, *hits = _InfoNCE.apply(
         rows,
         columns,
         embeddings.scale,
@@ -60,11 +64,13 @@ def infonce(
         loss,
         groups,
         shared,
+        [(*sides, t.scale) for sides, t in zip(teachers, embeddings.teacher, strict=True)],
         torch.is_grad_enabled(),
     )
     if swap:
         hits.reverse()
-    return LossOutput(value, global_metrics(value, hits, len(rows), loss.group) | metrics)
+    others = measure_lesson(embeddings, parts, loss.group) if teachers else {}
+    return LossOutput(value, global_metrics(value, hits, len(rows), loss.group, others) | metrics)
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -78,6 +84,7 @@ class _InfoNCE(torch.autograd.Function):
         loss: TiledLoss,
         groups: Groups | None,
         shared: bool,
+        teachers: Sequence[tuple[Tensor, Tensor, Tensor]],
         trains: bool,
     ) -> tuple[Tensor, ...]:
         group = loss.group
@@ -91,23 +98,28 @@ class _InfoNCE(torch.autograd.Function):
         x = scale * pair_cosines(rows, cross.own, tiling)
         scales = scale.expand(2, len(rows))
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
-        find_gradients = partial(_gradients, cross, same, rows, scale, x, share, needed)
+        weight = (loss.teacher_weight or 0.0) / max(len(teachers), 1)
+        lessons = [_make_lesson(*teacher, weight, make_blocks, loss) for teacher in teachers]
+        find_gradients = partial(
+            _gradients, cross, same, rows, scale, x, share, needed, lessons, loss.accuracy
+        )
         shift = overflow_shift(rows, columns, scale, group)
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
         ctx.shift = shift  # backward does not need it; tests and tools/loss_checks.py read it
         gradients: tuple[Tensor | None, ...] = ()
+        taught: Tensor | None = None
         # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
         # has work while the host reads the answer and prepares what follows.
         if rows.is_cuda or fits():
-            gradients = find_gradients(sums, shift)
+            gradients, taught = find_gradients(sums, shift)
         if not fits():
-            gradients = ()  # frees the memory of those computed above
+            gradients, taught = (), None  # frees the memory of those computed above
             ctx.shift = None
             turned = _turn(scale, rows), _turn(scale, columns)
             sums = _sums(cross, same, *turned, scales.abs(), None, loss.accuracy)
-            gradients = find_gradients(sums, None)
+            gradients, taught = find_gradients(sums, None)
         ctx.gradients = gradients
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
         zero = torch.zeros_like(x)
@@ -116,13 +128,86 @@ class _InfoNCE(torch.autograd.Function):
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
+        parts = x.new_empty(0)
+        if taught is not None:
+            per_pair, parts = _teach(per_pair, x, rows, scale, taught, lessons, tiling)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
-        ctx.mark_non_differentiable(*hits)
-        return (per_pair.mean() / 2).to(full_dtype(rows)), *hits
+        ctx.mark_non_differentiable(parts, *hits)
+        return (per_pair.mean() / 2).to(full_dtype(rows)), parts / 2, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *multiply_gradients(ctx, upstream), None, None, None, None, None
+        return *multiply_gradients(ctx, upstream), None, None, None, None, None, None
+
+
+def _make_lesson(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    weight: float,
+    make_blocks: MakeBlocks,
+    loss: TiledLoss,
+) -> Lesson:
+    """Sum over the rows and columns of a teacher's similarities. Collective."""
+    tiling = loss.tiling.on(rows.device)
+    rows, columns = tiling.hold(rows), tiling.hold(columns)
+    blocks = make_blocks(columns, tiling, loss.comm_dtype, loss.group, None)
+    scale = divisible_scale(scale.detach())
+    x = scale * pair_cosines(rows, blocks.own, tiling)
+    scales = scale.expand(2, len(rows))
+    shift = overflow_shift(rows, columns, scale, loss.group)
+    sums = blocks.sums(rows, scales, shift, False)
+    with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
+    fits = shift_fits(shift, *with_pairs, group=loss.group)()
+    if not fits:
+        rows, scale = _turn(scale, rows), scale.abs()
+        sums = blocks.sums(rows, scales.abs(), None, False)
+    others = torch.stack([sums.rows, sums.columns])
+    return Lesson(blocks, rows, scale, shift if fits else None, x, others, weight)
+
+
+def _teach(
+    per_pair: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    taught: Tensor,
+    lessons: Sequence[Lesson],
+    tiling: Tiling,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's share of the loss with teachers, and its parts. All are sums of both directions.
+
+    Args:
+        per_pair: [b], the loss of the pairs.
+        x: [b], the logits of the pairs.
+        rows: [b, D].
+        scale: [1].
+        taught: See softmax_gradient.
+        lessons: The teachers.
+        tiling: Provides the gain.
+
+    Returns:
+        The loss, 0-d; and [3]: the loss of the pairs, the cross-entropy of the teachers, and the mean of
+        KL(teacher, student) over the teachers. The last is left out if the entropy was not measured.
+    """
+    b, gain = len(x), tiling.gain()
+    weight = sum(lesson.weight for lesson in lessons)
+    of_pairs = per_pair.mean()
+    # A target moves the weight p of each other entry from the pair's logit to the entry's logit.
+    on_others = torch.stack([lesson.on_others for lesson in lessons]).sum(0)
+    moved = (on_others * x).mean() - scale[0] * inner_product(rows, taught) / (b * gain)
+    parts = [of_pairs, of_pairs + moved / weight]
+    if lessons[0].own is not None:
+        entropy = torch.zeros_like(moved)
+        for lesson in lessons:
+            y = lesson.x
+            entropy += (
+                lesson.weight * (lesson.lse - y).sum(0).mean() + (lesson.on_others * y).mean()
+            )
+            assert lesson.own is not None
+            entropy -= lesson.scale[0] * inner_product(lesson.rows, lesson.own) / (b * gain)
+        parts.append(parts[1] - entropy / weight)
+    return of_pairs + moved, torch.stack(parts)
 
 
 def _gradients(
@@ -133,9 +218,11 @@ def _gradients(
     x: Tensor,
     share: Tensor | None,
     needed: Sequence[bool],
+    lessons: Sequence[Lesson],
+    measures: bool,
     sums: Sums,
     shift: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
     """Compute the gradients of rows, columns and scale, without the upstream gradient.
 
     Args:
@@ -146,14 +233,17 @@ def _gradients(
         x: [b] float64, the logits of the pairs.
         share: See Groups.
         needed: Whether the gradient of the rows, the columns and the scale is needed.
+        lessons: The teachers.
+        measures: Whether the entropy of the teachers is needed.
         sums: The sums over the other entries of each row and column.
         shift: See kernels.Block.
 
     Returns:
-        The three gradients; None for each that is not needed.
+        The three gradients, with None for each that is not needed; and the result `taught` of softmax_gradient, [b, D],
+        or None if there is no teacher.
     """
-    if not any(needed):
-        return None, None, None
+    if not any(needed) and not lessons:
+        return (None, None, None), None
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
     scales = scale.expand(2, len(x))
@@ -169,6 +259,9 @@ def _gradients(
     shared = bool(same)
     d_rows: Any
     d_columns: Any
+    taught = zero_gradient(rows) if lessons else None
+    for lesson in lessons:
+        lesson.own = zero_gradient(lesson.rows) if measures else None
     d_rows, d_columns = cross.gradient(
         turned[0],
         scales,
@@ -176,7 +269,11 @@ def _gradients(
         shift,
         needs_rows or needs_scale,
         needs_columns or (needs_scale and shared),
+        teachers=lessons,
+        taught=taught,
     )
+    if taught is not None and d_rows is not None:
+        d_rows -= taught
     if shift is None and d_columns is not None:
         d_columns = _turn(scale, d_columns)  # because it is a sum over the turned rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
@@ -189,6 +286,9 @@ def _gradients(
     pairs = -(others - lse).exp().sum(0)
     if share is not None:
         pairs += 2 * (1 - share)  # for a pair in a group, the weight is P + Q - 2 / size
+    # With teachers, P and Q of a pair also lose the teachers' probabilities of the other entries.
+    for lesson in lessons:
+        pairs += lesson.on_others
     factor = scale / (2 * len(x))
     tiling = cross.tiling
     add_pairs(d_rows, columns, pairs, factor, tiling)
@@ -199,7 +299,8 @@ def _gradients(
         if shared:
             total = (total + inner_product(columns, d_columns)) / 2
         d_scale = total / scale
-    return d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
+    gradients = d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
+    return gradients, taught
 
 
 def _sums(

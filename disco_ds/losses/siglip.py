@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.distributed import comm, ring
-from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
+from disco_ds.losses.base import (
+    Embeddings,
+    LossOutput,
+    Teacher,
+    count_hits,
+    global_metrics,
+    register_loss,
+)
 from disco_ds.losses.blocks import (
     GroupedLoss,
     add_pairs,
@@ -25,7 +33,8 @@ from disco_ds.losses.blocks import (
     to_comm_dtype,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Block, Groups, full_dtype, sigmoid_block
+from disco_ds.losses.kernels import Block, Groups, SigmoidTarget, full_dtype, sigmoid_block
+from disco_ds.losses.teacher import measure_lesson
 
 
 @register_loss("siglip")
@@ -61,12 +70,20 @@ class SigLIPLoss(GroupedLoss):
             )
         groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)
-        value, *hits = _SigLIP.apply(
-            rows, columns, embeddings.scale, embeddings.bias, self, groups, torch.is_grad_enabled()
+        value, parts, *hits = _SigLIP.apply(
+            rows,
+            columns,
+            embeddings.scale,
+            embeddings.bias,
+            self,
+            groups,
+            [(t.text, t.image, t) if swap else (t.image, t.text, t) for t in embeddings.teacher],
+            torch.is_grad_enabled(),
         )
         if swap:
             hits.reverse()
-        metrics |= global_metrics(value, hits, len(rows), self.group)
+        others = measure_lesson(embeddings, parts, self.group) if embeddings.teacher else {}
+        metrics |= global_metrics(value, hits, len(rows), self.group, others)
         return LossOutput(value, metrics)
 
 
@@ -80,6 +97,7 @@ class _SigLIP(torch.autograd.Function):
         bias: Tensor,
         loss: SigLIPLoss,
         groups: Groups | None,
+        teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
     ) -> tuple[Tensor, ...]:
         b = len(rows)
@@ -99,6 +117,11 @@ class _SigLIP(torch.autograd.Function):
         total = F.softplus(-z, threshold=40).sum()
         weight = pair_weights.sum()
         largest: Tensor | None = None
+        lessons = [
+            _Lesson(*teacher, (loss.teacher_weight or 0.0) / len(teachers), loss)
+            for teacher in teachers
+        ]
+        taught = zero_gradient(rows) if teachers else None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             nonlocal largest
@@ -110,7 +133,11 @@ class _SigLIP(torch.autograd.Function):
             first = 0 if owner == comm.rank(group) else None
             meeting = groups.with_owner(owner) if groups else None
             current = Block(rows, block[0], scales, scales, first, None, tiling, meeting)
-            sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy)
+            targets = [
+                lesson.target(columns, first)
+                for lesson, columns in zip(lessons, block[1:], strict=True)
+            ]
+            sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy, targets, taught)
             total.add_(sums.loss)
             weight.add_(sums.weight)
             top = sums.rows_max
@@ -123,8 +150,28 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
-        home = ring.circulate([sent], visit, join, group)
+        home = ring.circulate([sent, *(lesson.sent for lesson in lessons)], visit, join, group)
         d_columns = home[-1] if needs_columns else None
+        parts = z.new_empty(0)
+        if taught is not None:
+            if d_rows is not None:
+                d_rows -= taught
+            moved = -scale[0] * inner_product(rows, taught) / tiling.gain()
+            entropy = torch.zeros_like(moved)
+            for lesson in lessons:
+                # The target replaces 1 at a pair, and 0 elsewhere, by the teacher's probability.
+                lack, on_others = (
+                    lesson.weight * (-lesson.y).sigmoid(),
+                    lesson.weight * lesson.sums[1],
+                )
+                pair_weights += lack
+                weight += lack.sum() - on_others
+                moved += (lack * z).sum() - on_others * bias[0].double()
+                entropy += lesson.weight * lesson.entropy()
+            share = loss.teacher_weight or 1.0
+            cross_entropy = total + moved / share
+            parts = torch.stack([total, cross_entropy, cross_entropy - entropy / share]) / b
+            total = total + moved
         factor = scale / b
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
@@ -136,9 +183,49 @@ class _SigLIP(torch.autograd.Function):
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = largest, home[0] if loss.accuracy else None
         hits = [count_hits(x, z) for x in maxima]
-        ctx.mark_non_differentiable(*hits)
-        return (total / b).to(full_dtype(rows)), *hits
+        ctx.mark_non_differentiable(parts, *hits)
+        return (total / b).to(full_dtype(rows)), parts, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *multiply_gradients(ctx, upstream), None, None, None
+        return *multiply_gradients(ctx, upstream), None, None, None, None
+
+
+class _Lesson:
+    """What the student learns from one teacher: sigmoid(y) of every entry, with y = the teacher's z.
+
+    Args:
+        rows: [b, D'].
+        columns: [b, D'].
+        teacher: Has the scale and the bias.
+        weight: Weight of the teacher.
+        loss: Provides the tiling and the comm dtype.
+    """
+
+    def __init__(
+        self, rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: SigLIPLoss
+    ):
+        self.tiling = loss.tiling.on(rows.device)
+        self.weight = weight
+        self.rows = self.tiling.hold(rows)
+        self.sent = to_comm_dtype(self.tiling.hold(columns), loss.comm_dtype)
+        self.scale = teacher.scale.detach().double()
+        bias = teacher.bias
+        self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
+        self.y = self.scale * pair_cosines(self.rows, self.sent, self.tiling) + self.bias
+        self.own = zero_gradient(self.rows)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
+
+    def target(self, columns: Tensor, first: int | None) -> SigmoidTarget:
+        """Return the targets of these columns."""
+        scales = self.scale.expand(len(self.rows))
+        block = Block(self.rows, columns, scales, scales, first, None, self.tiling)
+        return SigmoidTarget(block, self.bias, self.weight, self.sums, self.own)
+
+    def entropy(self) -> Tensor:
+        """Return the sum of the entropies of the teacher's probabilities over this rank's rows, 0-d."""
+        softplus, sigmoid = self.sums
+        y = self.y
+        on_others = self.scale[0] * inner_product(self.rows, self.own) / self.tiling.gain()
+        of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
+        return softplus - on_others - self.bias[0] * sigmoid + of_pairs

@@ -6,9 +6,9 @@ uses the same algorithm through step.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import widen_bucket
-from disco_ds.losses import Embeddings, Loss, LossOutput
+from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
 from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
 from disco_ds.training.engine import backward_and_step
 from disco_ds.training.grad_accum import (
@@ -57,6 +57,7 @@ def contrastive_step(
     scale: float | None = None,
     index: Tensor | None = None,
     group_id: Tensor | None = None,
+    teacher: Sequence[Teacher] = (),
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
 ) -> LossOutput:
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
@@ -79,6 +80,8 @@ def contrastive_step(
             return a scale, and ignored otherwise.
         index: [b], the sample ids. The FastCLIP losses require them.
         group_id: [b] int64, equal for samples of the same group. Losses with the option `same_group` use it.
+        teacher: Features of teachers for this rank's b samples, computed without a graph. A loss with the option
+            teacher_weight learns from them.
         backward: Called on the surrogate loss of each micro-batch, for example
             `lambda x: scaler.scale(x).backward()`. Not used under DeepSpeed.
 
@@ -127,7 +130,7 @@ def contrastive_step(
                 f"{num_samples // micro_batches} samples; each call must return one row per sample "
                 f"of its micro-batch. How a batch is divided: {DIVIDES}"
             )
-        out = loss(embeddings)
+        out = loss(replace(embeddings, teacher=teacher))
         if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
             backend.warn_of_unaveraged()

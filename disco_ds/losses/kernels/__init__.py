@@ -4,8 +4,15 @@ The only third-party packages that this folder imports are torch, Triton and pac
 """
 
 from disco_ds.losses.kernels.availability import find_problem
-from disco_ds.losses.kernels.sigmoid import SigmoidSums, sigmoid_block
-from disco_ds.losses.kernels.similarity import Block, Groups, Sums, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels.sigmoid import SigmoidSums, SigmoidTarget, sigmoid_block
+from disco_ds.losses.kernels.similarity import (
+    Block,
+    Groups,
+    Sums,
+    Target,
+    softmax_gradient,
+    softmax_sums,
+)
 from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, full_dtype
 
 __all__ = [
@@ -14,7 +21,9 @@ __all__ = [
     "Impl",
     "Precision",
     "SigmoidSums",
+    "SigmoidTarget",
     "Sums",
+    "Target",
     "Tiling",
     "find_problem",
     "full_dtype",

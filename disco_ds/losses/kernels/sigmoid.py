@@ -9,6 +9,7 @@ computed in one pass, which computes each similarity only once. The diagonal of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,30 @@ class SigmoidSums:
     """[1, m] or [2, m], the largest z of each column; None if maxima were not computed."""
 
 
+@dataclass
+class SigmoidTarget:
+    """A teacher's probabilities sigmoid(y) of the entries of a block, and what is summed with them."""
+
+    block: Block
+    """The teacher's similarities, with as many rows and columns as the student's."""
+    bias: Tensor
+    """[1]."""
+    weight: float
+    """Weight of this teacher, above 0."""
+    sums: Tensor
+    """[2] float64, receives the sums of softplus(y) and of sigmoid(y) over the block without its diagonal."""
+    own: Tensor
+    """[n, D'], receives gain x sigmoid(y) @ the teacher's columns, without the diagonal."""
+
+
 def sigmoid_block(
     block: Block,
     bias: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     maxima: bool = True,
+    targets: Sequence[SigmoidTarget] = (),
+    taught: Tensor | None = None,
 ) -> SigmoidSums:
     """Compute the sums of a block, and add the block's contribution to the gradients of rows and columns.
 
@@ -51,6 +70,9 @@ def sigmoid_block(
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
         maxima: Also find the largest z.
+        targets: The teachers. From the transposed product, V^T @ rows is subtracted, where V is the sum over the
+            teachers of weight x sigmoid(y).
+        taught: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with targets.
 
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
@@ -62,6 +84,7 @@ def sigmoid_block(
     bias = bias.to(block.dtype)
     loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
     largest = block.start_maxima() if maxima else []
+    spare = block.scratch(tiles) if targets else None
     for i, j in block.cut():
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
@@ -70,6 +93,17 @@ def sigmoid_block(
         raise_maxima(largest, (i, j), tops)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
+        for target in targets:
+            teacher = target.block.tile(i, j, spare)
+            y_scale, y_bias = (x[:1].to(block.dtype) for x in (target.block.row_scale, target.bias))
+            *sums, V, _, _ = target.block.tiles.sigmoid_weights(teacher, y_scale, y_bias, False)
+            target.sums += torch.stack(sums)
+            tiling.add_product(target.own[i], V, teacher.c)
+            V = tiling.round(V.mul_(target.weight))
+            assert taught is not None
+            tiling.add_product(taught[i], V, tile.c)
+            if d_columns is not None:
+                W = tiling.round(W.sub_(V))
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
     for some in block.positives():

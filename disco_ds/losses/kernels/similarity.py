@@ -265,6 +265,70 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     return sums
 
 
+@dataclass
+class Target:
+    """The softmaxes of a teacher over the rows and columns of a block, multiplied by a weight."""
+
+    block: Block
+    """The teacher's similarities, with as many rows and columns as the student's."""
+    row_shift: Tensor
+    """[n] float64, the logarithm of the sum over each row, including the positive pair."""
+    column_shift: Tensor
+    """[m] float64, the same for each column."""
+    weight: float
+    """Weight of this teacher, above 0."""
+    own: Tensor | None = None
+    """[n, D'], receives gain x V @ the teacher's columns (see softmax_gradient); None if not needed."""
+
+
+class _Weights:
+    """Computes the weights W of a block's tiles: exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), times the gain.
+
+    On the diagonal and at ignored entries, the weights are 0.
+
+    Args:
+        block: The similarities.
+        row_shift: [n] float64.
+        column_shift: [m] float64.
+        weight: Factor of the weights.
+    """
+
+    def __init__(self, block: Block, row_shift: Tensor, column_shift: Tensor, weight: float = 1.0):
+        self.block = block
+        self.tiles = block.tiles
+        self.scratch = block.scratch(self.tiles)
+        self.row_scale = block.row_scale.to(block.dtype)
+        self.column_scale = block.column_scale.to(block.dtype)
+        # With a shift, the terms of W, times the gain, are exp(x - shift) a and exp(x - shift) beta. One exponential
+        # serves both.
+        lift = math.log(block.tiling.gain() * weight)
+        lifted = [x - lift for x in (row_shift, column_shift)]
+        shift = block.shift
+        self.a, self.beta = (
+            x.to(block.dtype) if shift is None else (shift - x).exp_().to(block.dtype)
+            for x in lifted
+        )
+
+    def compute(
+        self,
+        i: slice,
+        j: slice,
+        kept: Tensor | None = None,
+        moments: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tile, Tensor]:
+        """Return the tile of rows i and columns j, and its weights, rounded for use in a matrix multiplication."""
+        tiles, shift, a, beta = self.tiles, self.block.shift, self.a[i], self.beta[j]
+        tile = self.block.tile(i, j, self.scratch)
+        if shift is None:
+            parts = None if moments is None else (moments[0][i], moments[1][j])
+            W = tiles.log_weights(tile, self.row_scale[i], self.column_scale[j], a, beta, parts)
+        elif kept is not None:
+            W = tiles.kept_weights(kept[i, j], a, beta, self.block.tiling, tile.out)
+        else:
+            W = tiles.exp_weights(tile, self.row_scale[:1], shift, a, beta)
+        return tile, W
+
+
 def softmax_gradient(
     block: Block,
     row_shift: Tensor,
@@ -273,12 +337,15 @@ def softmax_gradient(
     d_columns: Tensor | None,
     kept: Tensor | None = None,
     moments: tuple[Tensor, Tensor] | None = None,
+    targets: Sequence[Target] = (),
+    taught: Tensor | None = None,
 ) -> None:
-    """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
+    """Add gain x W @ columns to d_rows, and gain x (W - V)^T @ rows to d_columns.
 
     W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
-    diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. The
-    caller divides the results by the gain, Tiling.gain.
+    diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. V is the
+    sum of the same weights of all teachers; without teachers it is 0. The caller divides the results by the gain,
+    Tiling.gain.
 
     Args:
         block: The similarities.
@@ -290,32 +357,28 @@ def softmax_gradient(
         moments: ([n], [m]), only for blocks without a shift. gain x (first term of W_ij) x <row i, column j>, summed
             over each row, is added to the first vector. gain x (second term of W_ij) x <row i, column j>, summed over
             each column, is added to the second vector.
+        targets: The teachers' softmaxes.
+        taught: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with targets.
     """
-    shift = block.shift
     tiling = block.tiling
-    dtype = block.dtype
-    tiles = block.tiles
-    scratch = block.scratch(tiles)
-    row_scale = block.row_scale.to(dtype)
-    column_scale = block.column_scale.to(dtype)
-    # With a shift, the terms of W, times the gain, are exp(x - shift) a and exp(x - shift) beta. One exponential
-    # serves both.
-    lifted = [x - math.log(tiling.gain()) for x in (row_shift, column_shift)]
-    a, beta = (x.to(dtype) if shift is None else (shift - x).exp_().to(dtype) for x in lifted)
+    student = _Weights(block, row_shift, column_shift)
+    teachers = [_Weights(t.block, t.row_shift, t.column_shift, t.weight) for t in targets]
     for i, j in block.cut():
-        tile = block.tile(i, j, scratch)
-        if shift is None:
-            parts = None if moments is None else (moments[0][i], moments[1][j])
-            W = tiles.log_weights(tile, row_scale[i], column_scale[j], a[i], beta[j], parts)
-        elif kept is not None:
-            W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, tile.out)
-        else:
-            W = tiles.exp_weights(tile, row_scale[:1], shift, a[i], beta[j])
-        # Two ordinary torch matrix multiplications. The weights of only one tile exist at a time.
+        # Ordinary torch matrix multiplications. The weights of only one tile (of each model) exist at a time.
+        tile, W = student.compute(i, j, kept, moments)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
+        for target, teacher in zip(targets, teachers, strict=True):
+            teacher_tile, V = teacher.compute(i, j)
+            assert taught is not None
+            tiling.add_product(taught[i], V, tile.c)
+            if target.own is not None:
+                tiling.add_product(target.own[i], V, teacher_tile.c)
+            if d_columns is not None:
+                W = tiling.round(W.sub_(V))
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
+    dtype = block.dtype
     for some in block.positives():
         P = (some.logits - row_shift[some.i, None].to(dtype)).exp_()
         Q = (some.logits - column_shift[some.j].to(dtype)).exp_()

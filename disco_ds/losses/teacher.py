@@ -1,0 +1,96 @@
+"""Soft targets of teachers: metrics, and the cross-entropy of losses that compute whole rows of similarities."""
+
+# b local batch, B global, D width, N ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds.distributed import comm
+from disco_ds.losses.base import Embeddings, Loss, Teacher
+from disco_ds.losses.kernels import full_dtype
+
+SAMPLE = 128
+"""Number of pairs of the global batch on which the agreement is measured."""
+
+
+def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
+    """Return this rank's shares of the metrics of a loss with teachers. Collective.
+
+    Args:
+        embeddings: Features of this rank.
+        parts: [2] or [3]: the loss of the pairs, the cross-entropy of the teachers and, if measured, the divergence.
+        group: The process group; None: all ranks.
+
+    Returns:
+        pair_loss, teacher_loss, teacher_kl, and teacher_agreement: the fraction of the first SAMPLE images of the
+        global batch for which the student and the teachers find the same text among the first SAMPLE texts.
+    """
+    names = ("pair_loss", "teacher_loss", "teacher_kl")
+    found = dict(zip(names, parts.unbind(), strict=False))
+    if "teacher_kl" not in found:
+        return found
+    with torch.no_grad():
+        count = min(len(embeddings.image), max(SAMPLE // comm.size(group), 1))
+        student = _gather_logits(embeddings, count, group)
+        taught = sum(
+            _gather_logits(teacher, count, group).softmax(1) for teacher in embeddings.teacher
+        )
+        assert isinstance(taught, Tensor)
+        found["teacher_agreement"] = (student.argmax(1) == taught.argmax(1)).double().mean()
+    return found
+
+
+def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
+    """Return the logits of the first pairs of every rank, [N count, N count] in fp32. Collective."""
+    image, text = (x[:count].detach().float() for x in (features.image, features.text))
+    sides = comm.gather(image, group), comm.gather(text, group)
+    return features.scale.detach().float() * (sides[0] @ sides[1].T)
+
+
+def teach(
+    loss: Tensor,
+    logits: Sequence[Tensor],
+    embeddings: Embeddings,
+    rows: slice,
+    settings: Loss,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the teachers' targets to the loss of the pairs. Collective.
+
+    Args:
+        loss: The loss of the pairs, 0-d.
+        logits: The logits of some images with all texts, and of some texts with all images, [b, B] each.
+        embeddings: Features of this rank.
+        rows: These images and texts in the global batch.
+        settings: Has teacher_weight and the process group.
+
+    Returns:
+        The loss, and this rank's shares of the metrics; without teachers, `loss` and an empty dict.
+    """
+    if not embeddings.teacher:
+        return loss, {}
+    assert settings.teacher_weight is not None
+    group: Any = settings.group
+    targets = [torch.zeros_like(x) for x in logits]
+    entropy = torch.zeros_like(loss.detach())
+    for teacher in embeddings.teacher:
+        dtype = full_dtype(teacher.image)
+        image, text = (
+            comm.gather(x.detach(), group).to(dtype) for x in (teacher.image, teacher.text)
+        )
+        with torch.autocast(image.device.type, enabled=False):  # autocast would multiply in 16 bits
+            for target, mine, others in zip(targets, (image, text), (text, image), strict=True):
+                found = (teacher.scale * (mine[rows] @ others.T)).softmax(1)
+                target += found / len(embeddings.teacher)
+                entropy -= torch.special.xlogy(found, found).sum(1).mean().detach()
+    losses = [F.cross_entropy(x, p) for x, p in zip(logits, targets, strict=True)]
+    taught = (losses[0] + losses[1]) / 2
+    entropy /= 2 * len(embeddings.teacher)
+    parts = torch.stack([loss, taught, taught - entropy]).detach()
+    total = loss + settings.teacher_weight * (taught - loss)
+    return total, measure_lesson(embeddings, parts, group)
