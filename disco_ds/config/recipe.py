@@ -36,6 +36,10 @@ PUBLISHED_LR = 1e-3
 65,536."""
 
 
+TAUGHT = ("clip", "disco", "disco_fused", "inf_cl", "siglip")
+"""Losses that learn from a teacher."""
+
+
 class LossSettings(Settings):
     """The loss and its options."""
 
@@ -44,6 +48,22 @@ class LossSettings(Settings):
     `package.module:Class`, which must be importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for the loss. The section loss.options of docs/settings.md lists them."""
+
+
+class TeacherSettings(Settings):
+    """A teacher: a frozen open_clip model whose similarities are soft targets for the loss."""
+
+    model: str
+    """Name of an open_clip model, or the path of a model config or folder, as in model.name."""
+    pretrained: Path
+    """The teacher's weights, as in model.pretrained."""
+    weight: float = Field(1.0, ge=0, le=1)
+    """Weight of the teacher's targets in the loss. The weight of the pairs is 1 - weight."""
+
+    @property
+    def settings(self) -> ModelSettings:
+        """The teacher as a model."""
+        return ModelSettings(name=self.model, pretrained=self.pretrained)
 
 
 def _check_copy_command(command: str) -> str:
@@ -277,6 +297,9 @@ class Config(Settings):
     high for 32 steps, they no longer count as a spike."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
+    teacher: TeacherSettings | None = None
+    """Train with soft targets from a frozen model; see docs/teachers.md. The loss must be clip, disco, disco_fused,
+    inf_cl or siglip. Null: no teacher."""
     data: DataSettings
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -286,6 +309,28 @@ class Config(Settings):
     """DeepSpeed's settings: the name of a file in ds_configs/, the path of a JSON file, or a
     mapping of settings. A mapping may contain `base`, the name or path of a file whose settings the
     mapping overrides. DeepSpeed's settings control ZeRO, precision, offload and communication."""
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The options of the loss, including the weight of the teacher."""
+        weight = {"teacher_weight": self.teacher.weight} if self.teacher else {}
+        return self.loss.options | weight
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Config:
+        if "teacher_weight" in self.loss.options:
+            raise ValueError(
+                "remove loss.options.teacher_weight: teacher.weight sets it, and teacher.model names the teacher"
+            )
+        if self.teacher and self.loss.name not in TAUGHT:
+            raise ValueError(
+                f"a teacher needs loss.name={' or '.join(TAUGHT)}, but loss.name is {self.loss.name}"
+            )
+        if self.teacher and (self.model.two_views or self.data.source == "synthetic"):
+            raise ValueError(
+                "a teacher needs captions: model.two_views and synthetic data have none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_length(self) -> Config:

@@ -50,7 +50,7 @@ def check_ds_config(config: Config) -> None:
 
 def check_kernels(config: Config) -> Line:
     """Check that the loss's Triton kernels run on this host's GPU."""
-    tiling = getattr(make_loss(config.loss, config.optim), "tiling", None)
+    tiling = getattr(make_loss(config), "tiling", None)
     device = comm.local_device()
     if tiling is None or device.type != "cuda" or tiling.impl == "torch":
         return Line("ok", "kernels", "torch computes the loss")

@@ -78,7 +78,7 @@ def plan_memory(
     assumed = assumed or Assumptions()
     b = config.global_batch // ranks
     num_samples = known_samples(config, assumed.num_samples)
-    cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width, num_samples)
+    cost = loss_cost(config.loss.name, config.loss_options, b, ranks, towers.width, num_samples)
     engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
     features = 2 * 4 * b * towers.width
     # The forward holds the features of all micro-batches. The loss adds their concatenation, and the
@@ -115,7 +115,7 @@ def known_samples(config: Config, given: int | None) -> int:
     """
     if config.data.source == "synthetic" and given is None:
         return config.data.num_samples
-    if given is None and loss_cost(config.loss.name, config.loss.options, 1, 1, 1, 1).state:
+    if given is None and loss_cost(config.loss.name, config.loss_options, 1, 1, 1, 1).state:
         raise ValueError(
             f"loss {config.loss.name} keeps state for every sample: pass the number of samples as "
             "--data-samples N"

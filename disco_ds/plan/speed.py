@@ -52,7 +52,7 @@ def plan_speed(
         return None
     K = config.num_micro_batches(ranks)
     b = config.global_batch // ranks
-    cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width)
+    cost = loss_cost(config.loss.name, config.loss_options, b, ranks, towers.width)
     nominal = {"fp32": gpu.fp32, "tf32": gpu.tf32}
 
     def flop_rate(kind: str) -> float:
@@ -63,7 +63,7 @@ def plan_speed(
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
-    loss = build_loss(config.loss.name, **config.loss.options)
+    loss = build_loss(config.loss.name, **config.loss_options)
     tuned = isinstance(loss, TiledLoss) and loss.tiling.impl != "torch"
     compiled = config.model.compile and stage(config.deepspeed) < 3
     return Speed(

@@ -172,7 +172,7 @@ def prepare_model(config: Config) -> nn.Module:
 
     The model's weights are random.
     """
-    loss = build_loss(config.loss.name, **config.loss.options)
+    loss = build_loss(config.loss.name, **config.loss_options)
     # Pretrained weights make no difference here, and a compiled model cannot be traced.
     settings = config.model.model_copy(
         update={"pretrained": None, "pretrained_image": None, "compile": False}

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ from disco_ds.checkpoints.saver import Saver
 from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import (
     Config,
-    LossSettings,
-    OptimSettings,
     Schedule,
     make_schedule,
     render_ds_config,
@@ -56,6 +54,7 @@ from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import ImageSet, load_sets
+from disco_ds.eval.model import in_precision
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -90,6 +89,7 @@ from disco_ds.training.engine import (
     learning_rate,
     prepare,
 )
+from disco_ds.training.teacher import FrozenTeacher, hash_weights
 
 logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
@@ -203,7 +203,8 @@ def build(
         unattended = True
     check_settings(config)
     loss, sources, sets = load_loss_and_data(config)
-    identify_stage = identify(config, sources)
+    teacher = build_teacher(config, loss) if config.teacher else None
+    identify_stage = identify(config, sources, teacher)
     recipe = config.with_samples(sum(source.num_samples for source in sources))
     folder, saved = None, None
     if resume:
@@ -218,7 +219,11 @@ def build(
     model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    loader = build_loader(config, sources, model, tokenizer, image, share, saved)
+    frozen = None
+    if teacher:
+        frozen = FrozenTeacher(teacher.model, teacher.tokenizer, tokenizer)
+        description += f"\nteacher: {teacher.identity['model']}; {teacher.description}"
+    loader = build_loader(config, sources, model, tokenizer, image, share, saved, frozen)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
@@ -279,7 +284,7 @@ def build(
         schedule=schedule,
         folder=folder,
         engine=engine,
-        towers=EngineTowers(engine, partial(prepare, config)),
+        towers=EngineTowers(engine, partial(prepare, config), frozen),
         loss=loss,
         loader=loader,
         metrics=metrics,
@@ -309,7 +314,7 @@ def check_settings(config: Config) -> None:
 def load_loss_and_data(config: Config) -> tuple[Loss, list[Source], list[ImageSet]]:
     """Build the loss on this rank's device, and open the training data and the evaluation sets. Collective."""
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
-        loss = make_loss(config.loss, config.optim)
+        loss = make_loss(config)
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
@@ -333,6 +338,7 @@ def build_loader(
     image: ImageSpec,
     share: HostShare,
     saved: Saved | None,
+    teacher: FrozenTeacher | None,
 ) -> Loader:
     """Build this rank's loader, at the position of the checkpoint if there is one. Collective."""
     position = None
@@ -340,11 +346,16 @@ def build_loader(
         states = saved.states("data")
         position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     device = comm.local_device()
+    form = SampleForm(image, tokenizer, *read_text_size(model))
+    if teacher and teacher.tokenizer:
+        form = replace(
+            form, teacher_tokenize=teacher.tokenizer, teacher_length=teacher.context_length
+        )
     with comm.all_or_none("data"):
         return Loader(
             config.data,
             sources,
-            SampleForm(image, tokenizer, *read_text_size(model)),
+            form,
             Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
             config.seed,
             position,
@@ -371,11 +382,12 @@ def check_without_data(config: Config) -> None:
         ValueError: If a run with these settings would fail one of these checks.
     """
     check_packages(config)
-    make_loss(config.loss, config.optim)
+    make_loss(config)
     check_optimizer(config.optim, stage(config.deepspeed))
     settings = config.model
-    read_architecture(settings)
-    find_weights(register_config(settings.name), settings)
+    for each in (settings, *([config.teacher.settings] if config.teacher else [])):
+        read_architecture(each)
+        find_weights(register_config(each.name), each)
     warn_of_random_tower(settings)
     for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
         if text is not None:
@@ -411,17 +423,17 @@ def check_image_sizes(config: Config) -> None:
                 )
 
 
-def make_loss(settings: LossSettings, optim: OptimSettings) -> Loss:
+def make_loss(config: Config) -> Loss:
     """Build the loss on the CPU, and check that it is compatible with the optimizer's settings.
 
     Raises:
         ValueError: If the loss does not exist, or if optim.tau_lr is set but the loss does not learn
             the logit scale.
     """
-    loss = build_loss(settings.name, **settings.options)
-    if optim.tau_lr is not None and not loss.learns_scale:
+    loss = build_loss(config.loss.name, **config.loss_options)
+    if config.optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(
-            f"optim.tau_lr is the learning rate of the logit scale, but loss.name={settings.name} "
+            f"optim.tau_lr is the learning rate of the logit scale, but loss.name={config.loss.name} "
             "does not learn it; remove optim.tau_lr"
         )
     return loss
@@ -460,6 +472,29 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
     return model, tokenizer, f"towers: {', '.join(parts)}"
 
 
+@dataclass
+class BuiltTeacher:
+    """The teacher's model, before the tokenizer of the student is known."""
+
+    model: nn.Module
+    tokenizer: Any
+    description: str
+    identity: dict[str, Any]
+    """What must stay the same when the run is resumed."""
+
+
+def build_teacher(config: Config, loss: Loss) -> BuiltTeacher:
+    """Build the teacher on this rank's device, in the precision of the run. Collective."""
+    settings = config.teacher
+    assert settings is not None
+    own = config.model_copy(update={"model": settings.settings})
+    model, tokenizer, description = build_towers(own, loss, restored=False)
+    identity = settings.model_dump(mode="json", exclude={"pretrained"})
+    identity["weights"] = hash_weights(model)
+    model = in_precision(model.to(comm.local_device()), precision(config.deepspeed))
+    return BuiltTeacher(model, tokenizer, description, identity)
+
+
 def compile_if_possible(config: Config, model: nn.Module) -> str:
     """Compile the towers if model.compile=auto and every rank can. Collective: every rank must call this.
 
@@ -481,7 +516,9 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     return "; ".join(["compiled", *problems])
 
 
-def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
+def identify(
+    config: Config, sources: list[Source], teacher: BuiltTeacher | None
+) -> Callable[[Config], dict[str, Any]]:
     """Return a function that takes a stage's settings and returns what must stay the same on resume. Collective.
 
     See checkpoint.identity. The returned function does not communicate.
@@ -498,11 +535,12 @@ def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[s
 
         def identify_stage(stage: Config) -> dict[str, Any]:
             found = checkpoint.identity(stage, data, read_architecture(stage.model))
-            return found | {"model.preprocess": preprocess}
+            found |= {"model.preprocess": preprocess}
+            return found | {"teacher": teacher.identity} if teacher else found
 
         found = identify_stage(config)
     # All ranks already agree on the paths, but the files at a path may differ between hosts.
-    same = ("data.shards", "model.config", "model.preprocess")
+    same = ("data.shards", "model.config", "model.preprocess", "teacher")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)
     return identify_stage
 

@@ -31,6 +31,7 @@ from disco_ds.models.param_groups import parameter_groups
 from disco_ds.training.custom_optimizer import build_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng
 from disco_ds.training.muon import Muon
+from disco_ds.training.teacher import FrozenTeacher
 
 Prepare = Callable[[Any], tuple[Any, ...]]
 """Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
@@ -69,11 +70,13 @@ class EngineTowers:
     Args:
         engine: The engine.
         prepare: Turns a micro-batch into the inputs of the towers.
+        teacher: Runs on each micro-batch in the first forward.
     """
 
-    def __init__(self, engine: Engine, prepare: Prepare):
+    def __init__(self, engine: Engine, prepare: Prepare, teacher: FrozenTeacher | None = None):
         self.engine = engine
         self.prepare = prepare
+        self.teacher = teacher
         self.trained = trained_sides(engine.module)
         self.compiled = is_compiled(engine.module)
 
@@ -82,6 +85,7 @@ class EngineTowers:
         image, text, index, *group_id = self.prepare(batch)
         # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
         ids = [x.clone() for x in (index, *group_id)]
+        teacher = self.teacher(image, text, batch.teacher_text) if self.teacher else None
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower
@@ -91,8 +95,8 @@ class EngineTowers:
             image, text, scale, bias = self._run(image, text, trained=True)
         image = locked_image if image is None else image
         text = locked_text if text is None else text
-        index, *group_id = ids
-        return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
+        groups = ids[1] if group_id else None
+        return MicroFeatures((image, text, scale, bias), ids[0], rng, groups, teacher)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""

@@ -24,7 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.losses import Embeddings, LossOutput, Teacher
 from disco_ds.losses.kernels import full_dtype
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -87,6 +87,8 @@ class MicroFeatures:
     rng: Rng
     group_id: Tensor | None = None
     """[m] group ids, see Embeddings."""
+    teacher: Teacher | None = None
+    """The teacher's features, without a graph."""
 
     def detach(self) -> MicroFeatures:
         """Return the same features without their autograd graph."""
@@ -161,7 +163,18 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
         bias=None if biases[-1] is None else leaf(biases[-1], biases[-1]),
         index=join([part.index for part in parts]),
         group_id=join([part.group_id for part in parts]),
+        teacher=_join_teacher([part.teacher for part in parts if part.teacher]),
     )
+
+
+def _join_teacher(parts: Sequence[Teacher]) -> Sequence[Teacher]:
+    """Concatenate the teacher's features of all micro-batches. Its scale and bias are constants."""
+    if not parts:
+        return ()
+    image, text = (
+        torch.cat(side) for side in zip(*((t.image, t.text) for t in parts), strict=True)
+    )
+    return [replace(parts[0], image=image, text=text)]
 
 
 def surrogates(

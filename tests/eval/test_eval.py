@@ -16,7 +16,6 @@ import open_clip
 import pytest
 import torch
 import yaml
-from disco_ds.training.evaluation import evaluate
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +29,7 @@ from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model, read_preprocessing
 from disco_ds.run import evaluation_settings, load_model
 from disco_ds.training.build import build
-from disco_ds.training.loop import train
+from disco_ds.training.loop import evaluate, train
 from helpers.checkpoints import flip
 from helpers.dist import run_ranks
 from helpers.eval_sets import CAPTIONS, TEMPLATES, WNIDS, write_benchmark, write_folder

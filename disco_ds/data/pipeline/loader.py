@@ -148,7 +148,9 @@ class Loader:
         # By default, one core is reserved for the trainer.
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
-        layout = lay_out(share.micro_batch, form.image.size, form.context_length)
+        self._context = form.context_length
+        width = form.context_length + form.teacher_length
+        layout = lay_out(share.micro_batch, form.image.size, width)
         most = int(staging.most_bytes // count_bytes(layout))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
         # The buffers are allocated first, because the workers inherit them.
@@ -298,7 +300,7 @@ class Loader:
         """Record a delivery of the first pass in `data`, and return its micro-batch."""
         data.index.append(self._batches[delivery.number].index.clone())
         if data.text is not None:
-            data.text.append(self._batches[delivery.number].text.clone())
+            data.text.append(self._batches[delivery.number].text[:, : self._context].clone())
         lengths = self._count(delivery.number)
         data.num_tokens += 0 if lengths is None else int(lengths.sum())
         for part in delivery.parts:
@@ -321,13 +323,13 @@ class Loader:
             self._upload_ahead(0 if is_last else None)
         else:
             self._recycle(delivery)
-        return replace(self._feed.arrive(delivery.upload), lengths=lengths)
+        return self._split(self._feed.arrive(delivery.upload), lengths)
 
     def _count(self, number: int) -> np.ndarray | None:
         """Count the tokens of the texts in a buffer on the host."""
         if self._count_tokens is None:
             return None
-        lengths = self._count_tokens(self._batches[number].text)
+        lengths = self._count_tokens(self._batches[number].text[:, : self._context])
         self._num_texts += len(lengths)
         self._num_tokens += int(lengths.sum())
         self._mean_tokens = float(lengths.mean())
@@ -343,6 +345,13 @@ class Loader:
             f"with {usual:.1f} so far; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
         )
 
+    def _split(self, batch: MicroBatch, lengths: np.ndarray | None) -> MicroBatch:
+        """Separate the tokens of the model from those of the teacher, which follow them in the same rows."""
+        text, others = batch.text[:, : self._context], batch.text[:, self._context :]
+        return replace(
+            batch, text=text, lengths=lengths, teacher_text=others if others.shape[1] else None
+        )
+
     def _recycle(self, delivery: Delivery) -> None:
         """Release the delivery's buffer, and start copying the next micro-batch if it is decoded."""
         self._feed.release(delivery.number)
@@ -354,7 +363,7 @@ class Loader:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
         self._upload_ahead(k + 1)
-        return replace(self._feed.arrive(upload), lengths=self._count(self._held[k]))
+        return self._split(self._feed.arrive(upload), self._count(self._held[k]))
 
     def _upload_ahead(self, k: int | None) -> None:
         """Start copying the micro-batch that will be requested next.
@@ -378,7 +387,7 @@ class Loader:
         self._num_again += 1
         lengths = self._count(delivery.number)
         self._recycle(delivery)
-        return replace(self._feed.arrive(delivery.upload), lengths=lengths)
+        return self._split(self._feed.arrive(delivery.upload), lengths)
 
     def _finish_step(self) -> None:
         """Read the micro-batches of the last step that were never requested, and release the step's buffers."""
@@ -404,7 +413,8 @@ class Loader:
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
-        return self._batches[0].map(partial(torch.zeros_like, device=self._device))
+        zeros = self._batches[0].map(partial(torch.zeros_like, device=self._device))
+        return self._split(zeros, None)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

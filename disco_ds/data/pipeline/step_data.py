@@ -26,11 +26,14 @@ class MicroBatch:
     lengths: np.ndarray | None = None
     """[m], how many tokens of each text the model needs. None: not counted. It is on the host, so reading it does not
     wait for the device."""
+    teacher_text: Tensor | None = None
+    """[m, L'] int64, the tokens of a teacher whose tokenizer differs from the model's; None if there is none."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        return {name: value for name, value in vars(self).items() if name != "lengths"}
+        others = ("lengths", "teacher_text")
+        return {name: value for name, value in vars(self).items() if name not in others}
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy the tensors of `source`, which has the same shapes. The copies are asynchronous where possible."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
@@ -53,6 +54,11 @@ class SampleForm:
     context_length: int
     """Number of tokens per caption, including padding."""
     vocab_size: int
+    teacher_tokenize: Tokenize | None = None
+    """The tokenizer of a teacher that differs from the model's; None if there is none. The teacher's tokens follow the
+    model's tokens in the same row of a micro-batch."""
+    teacher_length: int = 0
+    """Number of tokens per caption of teacher_tokenize."""
 
 
 class Reader(Protocol):
@@ -169,11 +175,15 @@ class Samples:
             caption = pick_caption(self.settings.captions, members, template, item)
             data = find_image(members, self.settings.image_key)
             group_id = find_group(self.settings.group_by, members, caption, data)
-            text = self.form.tokenize([shorten_caption(caption)])
-        if text.shape != (1, self.form.context_length):
+            short = [shorten_caption(caption)]
+            text = self.form.tokenize(short)
+            if self.form.teacher_tokenize:
+                text = torch.cat([text, self.form.teacher_tokenize(short)], 1)
+        expected = 1, self.form.context_length + self.form.teacher_length
+        if text.shape != expected:
             raise DataError(
                 f"the tokenizer returned shape {tuple(text.shape)} for one caption, but the model expects "
-                f"{(1, self.form.context_length)}; build the tokenizer and the model from the same config"
+                f"{expected}; build the tokenizer and the model from the same config"
             )
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0], group_id

@@ -1,0 +1,68 @@
+"""The teacher of a run: a frozen model whose features are soft targets for the loss. docs/teachers.md shows its use."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from disco_ds.losses import Teacher
+from disco_ds.models.clip import Texts, read_preprocessing, read_text_size
+
+PROBES = ["a photo of a cat", "Zwei Katzen, 100% schwarz!", "\u732b" * 50, "word " * 200]
+"""Texts for which two tokenizers that agree count as the same tokenizer."""
+
+
+class FrozenTeacher:
+    """Computes a frozen model's features of a micro-batch.
+
+    Args:
+        model: A model from build_model, on this rank's device and in the precision of the run.
+        tokenizer: Its tokenizer.
+        student_tokenizer: The tokenizer of the model that is trained.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, student_tokenizer: Any):
+        self.model = model.eval().requires_grad_(False)
+        self.size = tuple(read_preprocessing(model).size)
+        same = are_equal(tokenizer, student_tokenizer)
+        self.tokenizer = None if same else tokenizer
+        """The tokenizer for the data workers; None if the teacher reads the student's tokens."""
+        self.context_length = 0 if same else read_text_size(model)[0]
+
+    @torch.no_grad()
+    def __call__(self, image: Tensor, text: Tensor | Texts, teacher_text: Tensor | None) -> Teacher:
+        """Compute the features of a micro-batch.
+
+        Args:
+            image: [m, 3, H, W], the augmented images that the student sees, uint8 or in [0, 1]. They are resized to the
+                teacher's image size, and normalized as the teacher expects.
+            text: The student's tokens, [m, L].
+            teacher_text: The teacher's tokens, [m, L'], if its tokenizer differs from the student's.
+        """
+        if image.shape[2:] != self.size:
+            pixels = image / 255 if image.dtype == torch.uint8 else image
+            image = F.interpolate(pixels, self.size, mode="bicubic", antialias=True).clamp_(0, 1)
+        if teacher_text is not None:
+            text = Texts(teacher_text, None)
+        inputs = text if isinstance(text, Texts) else Texts(text, None)
+        rows, texts, scale, bias = self.model(image=image, **inputs._asdict())
+        return Teacher(rows, texts, scale, bias)
+
+
+def are_equal(tokenizer: Any, other: Any) -> bool:
+    """Return whether two tokenizers return the same tokens."""
+    tokens = tokenizer(PROBES), other(PROBES)
+    return tokens[0].shape == tokens[1].shape and torch.equal(*tokens)
+
+
+def hash_weights(model: nn.Module) -> str:
+    """Return a digest of all parameters and buffers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

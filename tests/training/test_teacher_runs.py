@@ -1,0 +1,165 @@
+"""Runs with a teacher: the same at any number of ranks and micro-batches, resumed to the bit, refused if it changes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch.nn import functional as F
+
+from disco_ds.checkpoints.retention import list_complete
+from disco_ds.config import load_config
+from disco_ds.distributed import comm
+from disco_ds.runs.run_folder import CHECKPOINTS
+from disco_ds.training.build import Run, build
+from disco_ds.training.loop import train
+from helpers.dist import run_ranks
+from helpers.launched import equal_checkpoints, records
+from helpers.tiny_run import expect, recipe, refused
+from helpers.towers import BPE_SIZE, TINY, distance, masters
+
+
+def write_teacher(folder: Path, context: int = 12, seed: int = 0) -> dict[str, Any]:
+    """A model with another width and image size than the student's, and its weights."""
+    path, weights = folder / f"teacher-{context}.json", folder / f"teacher-{context}-{seed}.pt"
+    tree = TINY | {
+        "embed_dim": 24,
+        "vision_cfg": TINY["vision_cfg"] | {"image_size": 48},
+        "text_cfg": TINY["text_cfg"] | {"vocab_size": BPE_SIZE, "context_length": context},
+    }
+    path.write_text(json.dumps(tree))
+    open_clip.add_model_config(path)
+    torch.manual_seed(seed)
+    torch.save(open_clip.create_model(path.stem).state_dict(), weights)
+    return {"model": str(path), "pretrained": str(weights), "weight": 0.4}
+
+
+def start(path: Path, overrides: list[str], stack: ExitStack, resume: str | None = None) -> Run:
+    return build(load_config(path, [*overrides, "log.tensorboard=false"]), resume, stack)
+
+
+def run_steps(path: Path, overrides: list[str], resume: str | None = None) -> Run:
+    with ExitStack() as stack:
+        run = start(path, overrides, stack, resume)
+        train(run)
+    comm.barrier()
+    return run
+
+
+def resume_and_refuse(path: Path, other: str) -> None:
+    whole = run_steps(path, ["name=whole"])
+    run_steps(path, ["name=part", "stages=[]", "steps=4"])
+    folder = path.parent / "runs" / "part" / CHECKPOINTS
+    assert [tag.name for tag in list_complete(folder.parent)] == ["step-00000002", "step-00000004"]
+    with ExitStack() as stack:
+        resumed = start(path, ["name=part"], stack, str(folder / "step-00000002"))
+        train(resumed)
+    comm.barrier()
+    if comm.rank() == 0:
+        equal_checkpoints(*(run.folder / CHECKPOINTS / "step-00000004" for run in (whole, resumed)))
+        last = records(whole.folder)[-1]
+        assert last["loss"] == pytest.approx(
+            0.6 * last["pair_loss"] + 0.4 * last["teacher_loss"], rel=1e-5
+        )
+        assert 0 < last["teacher_kl"] < last["teacher_loss"]
+        assert 0 <= last["teacher_agreement"] <= 1
+    comm.barrier()
+    config = load_config(path, ["name=part", f"teacher.pretrained={other}"])
+    expect(refused(config, str(folder / "step-00000002")), "teacher.weights")
+
+
+def test_run_resumes_to_the_bit_and_refuses_another_teacher(tmp_path: Path) -> None:
+    other = write_teacher(tmp_path, seed=1)["pretrained"]
+    path = recipe(tmp_path, teacher=write_teacher(tmp_path))
+    run_ranks(resume_and_refuse, 2, path, other)
+
+
+def first_update(path: Path, name: str, overrides: list[str]) -> dict[str, torch.Tensor]:
+    """What one step changes."""
+    with ExitStack() as stack:
+        run = start(path, [f"name={name}", "steps=1", *overrides], stack)
+        before = masters(run.engine)
+        train(run)
+        after = masters(run.engine)
+    comm.barrier()
+    return {key: after[key] - before[key] for key in before}
+
+
+SGD = [
+    "optim={name: sgd, momentum: 0.0, weight_decay: 0.0, lr: 1.0, warmup_steps: 0}",
+    "checkpoint.every_steps=0",
+]
+
+
+@pytest.mark.parametrize("context", [12, 7])
+def test_update_is_that_of_one_process_that_computes_the_formula(
+    tmp_path: Path, context: int
+) -> None:
+    """A teacher with another context length has its own tokens."""
+    path = recipe(tmp_path, teacher=write_teacher(tmp_path, context))
+    run_ranks(formula, 1, path, tmp_path / "formula.pt")
+    for error in run_ranks(accumulated, 2, path, tmp_path / "formula.pt"):
+        assert error < 2e-5
+
+
+def accumulated(path: Path, formula: Path) -> float:
+    update = first_update(path, "accumulated", [*SGD, "micro_batch=4"])
+    return distance(update, torch.load(formula))
+
+
+def formula(path: Path, to: Path) -> None:
+    """The update, with the loss written out in float64 on the features of the whole batch."""
+    with ExitStack() as stack:
+        run = start(path, ["name=formula", "steps=1", "micro_batch=16", *SGD], stack)
+        run.loader.start_step()
+        (batch,) = run.loader.first_pass()
+        frozen = run.towers.teacher
+        assert frozen is not None
+        teacher = frozen.model.double()
+        student = run.engine.module.double()
+        texts = batch.text if batch.teacher_text is None else batch.teacher_text
+        pixels = batch.image.double() / 255
+        resized = F.interpolate(pixels.float(), (48, 48), mode="bicubic", antialias=True)
+        with torch.no_grad():
+            image, text, scale, _ = teacher(resized.clamp(0, 1).double(), texts)
+        y = (scale * image @ text.T).double()
+        image, text, scale, _ = student(batch.image, batch.text)
+        x = (scale * image @ text.T).double()
+        sides = [x.log_softmax(1), x.T.log_softmax(1)]
+        pairs = -sum(side.diagonal().mean() for side in sides) / 2
+        taught = (
+            -sum(
+                (target.softmax(1) * side).sum(1).mean()
+                for target, side in zip((y, y.T), sides, strict=True)
+            )
+            / 2
+        )
+        parameters = dict(student.named_parameters())
+        gradients = torch.autograd.grad(0.6 * pairs + 0.4 * taught, list(parameters.values()))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        clip = run.config.optim.clip_norm
+        factor = min(1.0, clip / norm.item()) if clip else 1.0
+    update = zip(parameters, gradients, strict=True)
+    torch.save({name: -factor * gradient for name, gradient in update}, to)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss": {"name": "nt_xent"}}, "a teacher needs loss.name=clip or disco"),
+        ({"loss": {"options": {"teacher_weight": 0.5}}}, "teacher.weight sets it"),
+        ({"data": {"source": "synthetic"}}, "synthetic data have none"),
+    ],
+)
+def test_recipe_that_cannot_have_a_teacher_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    teacher = {"model": "ViT-B-32", "pretrained": "openai"}
+    path = recipe(tmp_path, teacher=teacher, **changes)
+    with pytest.raises(ValueError, match=words):
+        load_config(path)
