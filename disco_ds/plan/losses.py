@@ -26,7 +26,13 @@ from disco_ds.losses.siglip import SigLIPLoss
 
 
 def loss_cost(
-    name: str, options: dict[str, object], b: int, N: int, D: int, num_samples: int = 0
+    name: str,
+    options: dict[str, object],
+    b: int,
+    N: int,
+    D: int,
+    num_samples: int = 0,
+    teacher_width: int = 0,
 ) -> LossCost:
     """Return the cost of a loss on a GPU.
 
@@ -37,6 +43,7 @@ def loss_cost(
         N: Number of ranks.
         D: Width of the features.
         num_samples: Number of samples in the data, for losses that keep state per sample.
+        teacher_width: Width of the teacher's features; 0 if there is no teacher.
 
     Raises:
         ValueError: If the cost of the loss is unknown, or the loss does not accept one of the options.
@@ -54,6 +61,10 @@ def loss_cost(
             "recipe with loss.name=disco_fused"
         )
     num_products, num_features, num_gradients = work
+    T = teacher_width
+    # The teacher's similarities are computed as often as the student's, and multiplied by the student's columns. Their
+    # product with the teacher's columns gives the entropy of the targets.
+    products = num_products * D + (3 * T + D if T else 0)
     device = torch.device("cuda")
     sent, precision = 4, "fp32"
     if isinstance(loss, TiledLoss):
@@ -63,12 +74,12 @@ def loss_cost(
     if isinstance(loss, FastCLIPLoss):
         state = (68 if loss.tau_step else 16) * -(-num_samples // N)
         state_on_host = loss.memory == "host"
-    received = N * b * D * (num_features * sent + num_gradients * 4)
+    received = N * b * (D * (num_features * sent + num_gradients * 4) + num_features * T * sent)
     return LossCost(
-        peak=loss_peak(loss, b, N, D, device),
+        peak=loss_peak(loss, b, N, D, device, T),
         state=state,
         state_on_host=state_on_host,
-        flops=num_products * 2 * b * N * b * D,
+        flops=products * 2 * b * N * b,
         precision=precision,
         received_bytes=received if N > 1 else 0,
     )
@@ -99,7 +110,9 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
     return None
 
 
-def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
+def loss_peak(
+    loss: Loss, b: int, N: int, D: int, device: torch.device, teacher_width: int = 0
+) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
 
     For tiled losses, it is exact except for vectors, each of which takes at most 8 bytes per row or column.
@@ -110,18 +123,21 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         N: Number of ranks.
         D: Width of the features.
         device: Where the loss would run, which decides the tiles.
+        teacher_width: Width of the teacher's features; 0 if there is no teacher.
     """
-    B = N * b
+    B, T = N * b, teacher_width
     if isinstance(loss, ClipLoss):
         # First the product, two softmaxes and two gradients, all B x B. Later one B x B gradient, the
         # gathered features of both sides, and their gradients.
-        return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
+        taught = 5 * B * B + 2 * B * T if T else 0
+        return 4 * (max(5 * B * B + 2 * B * D, B * B + 4 * B * D) + taught)
     if isinstance(loss, DisCoLoss):
         # Forward: for each direction a product, logits and a softmax; and the gathered features of both sides.
         forward = 6 * b * B + 2 * B * D
         # Backward: the gathered features of both sides, their gradients, and one more gradient that is being added.
         backward = b * B + 5 * B * D + b * D
-        return 4 * max(forward, backward)
+        taught = 6 * b * B + 2 * B * T if T else 0
+        return 4 * (max(forward, backward) + taught)
     assert isinstance(loss, TiledLoss)
     tiling = loss.tiling.on(device)
     itemsize, sent = _itemsizes(loss, device)
@@ -155,6 +171,12 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64
     held = b * D * (rows + columns + 4 * num_gradients) + stored + vectors
+    if T:
+        # The teacher's features as the student's, the products of the targets with the columns of both models, and a
+        # tile of targets.
+        held += b * T * (rows + columns + 4) + 4 * b * D + vectors
+        size = math.prod(shape)
+        tile += 4 * size if isinstance(loss, SigLIPLoss) else _tile_bytes(loss, size, device)
     return held + max(tile, chunk, 4 * num_summed * b * D)
 
 

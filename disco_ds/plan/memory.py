@@ -29,6 +29,7 @@ PARTS = (
     "loss",
     "pixels",
     "communication",
+    "teacher",
     "slack",
 )
 ALLREDUCE = 500_000_000
@@ -78,7 +79,15 @@ def plan_memory(
     assumed = assumed or Assumptions()
     b = config.global_batch // ranks
     num_samples = known_samples(config, assumed.num_samples)
-    cost = loss_cost(config.loss.name, config.loss_options, b, ranks, towers.width, num_samples)
+    cost = loss_cost(
+        config.loss.name,
+        config.loss_options,
+        b,
+        ranks,
+        towers.width,
+        num_samples,
+        towers.teacher_width,
+    )
     engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
     features = 2 * 4 * b * towers.width
     # The forward holds the features of all micro-batches. The loss adds their concatenation, and the
@@ -95,8 +104,12 @@ def plan_memory(
     num_pixels = config.micro_batch * count_on_device(
         config.num_micro_batches(ranks), config.image_staging
     )
+    # The teacher's weights, and its features of the whole step.
+    teacher = towers.teacher * DTYPES[precision(ds_config)].itemsize
+    teacher += 2 * 4 * b * towers.teacher_width
     ordered = {}
     for name, moment in moments.items():
+        moment["teacher"] = teacher
         moment |= engine_moments[name]
         moment["pixels"] = num_pixels * towers.sample
         if not cost.state_on_host:

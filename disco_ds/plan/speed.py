@@ -52,7 +52,9 @@ def plan_speed(
         return None
     K = config.num_micro_batches(ranks)
     b = config.global_batch // ranks
-    cost = loss_cost(config.loss.name, config.loss_options, b, ranks, towers.width)
+    cost = loss_cost(
+        config.loss.name, config.loss_options, b, ranks, towers.width, 0, towers.teacher_width
+    )
     nominal = {"fp32": gpu.fp32, "tf32": gpu.tf32}
 
     def flop_rate(kind: str) -> float:

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,10 @@ class Towers:
     """Width of the features."""
     sample: int
     """Bytes per decoded sample: uint8 image, tokens, id, epoch and group id."""
+    teacher: int = 0
+    """Number of parameters of the teacher; 0 if there is none."""
+    teacher_width: int = 0
+    """Width of the teacher's features."""
 
     def interpolate(self, other: Towers, fraction: float) -> Towers:
         """Interpolate linearly between these values (fraction = 0) and those of `other` (fraction = 1). Round up."""
@@ -237,8 +241,22 @@ def trace(
     Raises:
         ValueError: If the model cannot be traced.
     """
+    assumed = assumed or Assumptions()
     with _explained(config):
-        return _trace(config, m, like_gpu, assumed or Assumptions())
+        student = _trace(config, m, like_gpu, assumed)
+        if config.teacher is None:
+            return student
+        # The teacher runs once per micro-batch, before the student's forward, and without a graph.
+        own = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
+        teacher = _trace(own, m, like_gpu, assumed)
+    return replace(
+        student,
+        replay=max(student.replay, teacher.replay),
+        forward=max(student.forward, teacher.replay),
+        flops=student.flops + teacher.replay_flops,
+        teacher=teacher.trained + teacher.frozen,
+        teacher_width=teacher.width,
+    )
 
 
 def build_fake_model(config: Config) -> Any:

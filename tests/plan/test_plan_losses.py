@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disco_ds.distributed import comm
-from disco_ds.losses import Embeddings, build_loss, list_losses
+from disco_ds.losses import Embeddings, Teacher, build_loss, list_losses
 from disco_ds.plan.losses import loss_peak
 from disco_ds.plan.towers import Allocations
 from helpers.dist import run_ranks
@@ -24,6 +24,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("inf_cl", {**TILE, "comm_dtype": "bf16"}),
     ("nt_xent", {**TILE, "ring": True}),
     ("fastclip_v2", {**TILE, "gather_both": True}),
+    ("disco", {"teacher_weight": 0.5}),
+    *((name, {**TILE, "teacher_weight": 0.5}) for name in ("disco_fused", "inf_cl", "siglip")),
     # Tiles of which torch processes strips:
     *((name, {}) for name in ("disco_fused", "inf_cl", "siglip", "fastclip_v2", "nt_xent")),
 ]
@@ -45,9 +47,13 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
                 torch.tensor([-10.0], requires_grad=True),
             )
             index = torch.arange(b) + comm.rank() * b
-            with Allocations([image, text, scale, bias, index]) as memory:
-                loss(Embeddings(image, text, scale, bias, index)).loss.backward()
-            planned = loss_peak(loss, b, comm.size(), D, torch.device("cpu"))
+            T = 96 if options.get("teacher_weight") else 0
+            rows = torch.nn.functional.normalize(torch.randn(b, 96))
+            teachers = [Teacher(rows, rows.flip(0), torch.tensor([20.0]))] if T else []
+            constants = [x for t in teachers for x in (t.image, t.text, t.scale)]
+            with Allocations([image, text, scale, bias, index, *constants]) as memory:
+                loss(Embeddings(image, text, scale, bias, index, None, teachers)).loss.backward()
+            planned = loss_peak(loss, b, comm.size(), D, torch.device("cpu"), T)
             found.append((f"{name} {options} b {b} D {D} N {comm.size()}", planned, memory.peak))
     return found
 
