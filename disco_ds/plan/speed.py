@@ -1,7 +1,8 @@
 """Predict the time of a step from the FLOPs that each rank computes and the bytes that it receives, at given rates.
 
 Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
-the optimizer's computation are not counted. The additional time of the first step is only a rough estimate.
+the optimizer's computation are not counted. The first step
+also tunes the loss's kernels and compiles the towers, which is not counted.
 """
 
 from __future__ import annotations
@@ -10,18 +11,11 @@ from dataclasses import dataclass
 
 from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.losses import build_loss
-from disco_ds.losses.blocks import TiledLoss
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 from disco_ds.training.engine import DTYPES
-
-TUNING_S = 30.0
-"""Seconds in which Triton tunes a loss's kernels, as measured on an H200 (docs/results.md)."""
-COMPILE_S = 16.0
-"""Seconds that torch.compile takes for the blocks of both towers, as measured on an H100 (docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +27,6 @@ class Speed:
     comm_s: float
     comm_bytes: int
     """Bytes that a rank receives in a step."""
-    tuning_s: float
-    """Seconds that the first step takes to tune the loss's kernels, unless the results are cached."""
-    compile_s: float
-    """Seconds that the first step takes to compile the towers, unless the compiled code is cached."""
 
     @property
     def step_s(self) -> float:
@@ -63,16 +53,11 @@ def plan_speed(
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
-    loss = build_loss(config.loss.name, **config.loss.options)
-    tuned = isinstance(loss, TiledLoss) and loss.tiling.impl != "torch"
-    compiled = config.model.compile and stage(config.deepspeed) < 3
     return Speed(
         towers_s=tower_flops / flop_rate(precision(config.deepspeed)),
         loss_s=cost.flops / flop_rate(cost.precision),
         comm_s=comm_bytes / (1e9 * link),
         comm_bytes=comm_bytes,
-        tuning_s=TUNING_S if tuned else 0.0,
-        compile_s=COMPILE_S if compiled else 0.0,
     )
 
 

@@ -112,7 +112,6 @@ def check_gradient(x: Tensor, name: str = "") -> None:
 
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "disco_fused": [
-        {"store": True},
         {"impl": "torch"},
         {"comm_dtype": "bf16"},
         {"one_shift": False},
@@ -131,7 +130,7 @@ LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "nt_xent": [{"ring": True}],
     "siglip": [{"precision": "bf16"}, {"comm_dtype": "bf16"}, {"impl": "torch"}],
     "fastclip_v2": [{"memory": "host"}],
-    "fastclip_v3": [{"memory": "host"}, {"gather_both": True}, {"one_shift": False}],
+    "fastclip_v3": [{"memory": "host"}, {"one_shift": False}],
 }
 
 
