@@ -39,7 +39,7 @@ from disco_ds.runs.run_folder import AUTO, CONFIG, mark_launch
 from disco_ds.runs.run_log import note, say
 from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import build
-from disco_ds.training.engine import DTYPES
+from disco_ds.training.engine import PARAMETER_DTYPES
 from disco_ds.training.loop import AskedToStopError, StopError, finish, train
 from disco_ds.training.out_of_memory import OutOfMemory, explained
 
@@ -398,7 +398,7 @@ def in_precision(module: nn.Module, kind: str) -> nn.Module:
     """
     if kind == "autocast":
         module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
-    return module.to(DTYPES[kind])
+    return module.to(PARAMETER_DTYPES[kind])
 
 
 def load_model(

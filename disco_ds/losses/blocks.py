@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.distributed import comm, ring
+from disco_ds.distributed.comm import DTYPES
 from disco_ds.losses.base import Embeddings, Loss
 from disco_ds.losses.kernels import (
     Block,
@@ -34,11 +35,6 @@ from disco_ds.losses.kernels import (
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 SameGroup = Literal["negatives", "ignored", "positives"]
-COMM_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 class TiledLoss(Loss):
@@ -69,7 +65,7 @@ class TiledLoss(Loss):
     ):
         super().__init__()
         self.tiling = Tiling(tile, precision, impl)
-        self.comm_dtype = None if comm_dtype is None else COMM_DTYPES[comm_dtype]
+        self.comm_dtype = None if comm_dtype is None else DTYPES[comm_dtype]
         self.group = group
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disco_ds.config import Config, render_ds_config
-from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
-from disco_ds.training.engine import DTYPES
+from disco_ds.training.engine import PARAMETER_DTYPES
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ def plan_speed(
     K = config.num_micro_batches(ranks)
     b = config.global_batch // ranks
     cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width)
-    nominal = {"fp32": gpu.fp32, "tf32": gpu.tf32}
 
     def flop_rate(kind: str) -> float:
-        return 1e12 * assumed.efficiency * nominal.get(kind, gpu.half)
+        return 1e12 * assumed.efficiency * (gpu.fp32 if kind == "fp32" else gpu.half)
 
     # Across hosts, the slowest connection decides.
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
@@ -64,11 +63,11 @@ def plan_speed(
 def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
     """Count the bytes of gradients and parameters that a rank receives in a step."""
     ds_config = render_ds_config(config, ranks)
-    level = stage(ds_config)
-    parameters = towers.trained * DTYPES[precision(ds_config)].itemsize
+    level = zero_stage(ds_config)
+    parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize
     gradients = (
         towers.trained
-        * DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
+        * PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
     )
     part = (ranks - 1) / ranks
     if level < 2:  # per step: an all_reduce, and at ZeRO 1 a gather of the updated parameters

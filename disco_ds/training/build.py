@@ -37,7 +37,7 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -79,9 +79,9 @@ from disco_ds.models.pretrained import (
     read_overrides,
     warn_of_random_tower,
 )
+from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
-from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import Engine, build_engine, learning_rate
 
@@ -187,8 +187,9 @@ def build(
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
         loss = make_loss(config.loss, config.optim)
     loss = loss.to(comm.local_device())
-    with comm.all_or_none("optimizer"):
-        check_optimizer(config.optim, stage(config.deepspeed))
+    if config.optim.factory:
+        with comm.all_or_none("optimizer"):
+            load_custom(config.optim.factory)
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
@@ -337,7 +338,8 @@ def check_without_data(config: Config) -> None:
     """
     check_packages(config)
     make_loss(config.loss, config.optim)
-    check_optimizer(config.optim, stage(config.deepspeed))
+    if config.optim.factory:
+        load_custom(config.optim.factory)
     settings = config.model
     read_architecture(settings)
     find_weights(register_config(settings.name), settings)
@@ -434,7 +436,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
         return "compiled" if is_compiled(model) else "not compiled"
-    if stage(config.deepspeed) == 3:
+    if zero_stage(config.deepspeed) == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
         problem = find_kernel_problem(device, "fp16")

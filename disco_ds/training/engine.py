@@ -22,17 +22,13 @@ from torch import Tensor, nn
 
 from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm, deepspeed_quirks
+from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.training.custom_optimizer import build_custom
+from disco_ds.names import load_custom
 from disco_ds.training.muon import Muon
 
-DTYPES = {
-    "autocast": torch.float32,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""Maps the precision in the ds_config to the dtype of the parameters. Also maps optim.muon_precision to a dtype."""
+PARAMETER_DTYPES = DTYPES | {"autocast": torch.float32}
+"""Maps the precision in the ds_config to the dtype of the parameters."""
 
 
 class SpikeError(Exception):
@@ -77,7 +73,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
         settings: Settings of the optimizer. The learning rate is set later, by set_rates.
     """
     if settings.factory:
-        return build_custom(settings.factory, groups)
+        return build_custom(settings.factory, groups, settings.elementwise)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "muon":
@@ -88,6 +84,35 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
         # The engine already clips the gradient, so LAMB's built-in clipping is turned off.
         return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+
+
+def build_custom(
+    factory: str, groups: list[dict[str, Any]], elementwise: bool = False
+) -> torch.optim.Optimizer:
+    """Build the optimizer that optim.factory names.
+
+    Raises:
+        ValueError: If the factory cannot be imported, does not return a torch optimizer for these groups, or returns
+            one that is not elementwise under ZeRO although `elementwise` says so.
+    """
+    optimizer = load_custom(factory)(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optim.factory={factory} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+        )
+    if [group.get("name") for group in optimizer.param_groups] != [
+        group["name"] for group in groups
+    ]:
+        raise ValueError(
+            f"optim.factory={factory} returned an optimizer with other parameter groups; the factory must pass its "
+            "argument to the optimizer unchanged"
+        )
+    if elementwise and isinstance(optimizer, torch.optim.Adagrad):
+        raise ValueError(
+            "at ZeRO 1 to 3, DeepSpeed 0.19 rebuilds Adagrad without the settings of its groups: use deepspeed=zero0, "
+            "and remove optim.elementwise"
+        )
+    return optimizer
 
 
 def learning_rate(step: float, num_steps: float, peak: float, settings: OptimSettings) -> float:
@@ -171,7 +196,7 @@ def backward_and_step(
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scaling = dict(vars(scaler)) if scaler is not None else {}
-    stage = engine.zero_optimization_stage()
+    zero_stage = engine.zero_optimization_stage()
     norm, finite, refused = None, True, False
 
     def refuse(norm: Tensor) -> bool:
@@ -179,11 +204,11 @@ def backward_and_step(
         refused = refuses is not None and refuses(engine.global_steps + 1, norm)
         return refused
 
-    watch = refuses is not None and stage > 0
+    watch = refuses is not None and zero_stage > 0
     with deepspeed_quirks.norm_refused_by(engine, refuse) if watch else nullcontext():
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
-            if engine.is_gradient_accumulation_boundary() and stage == 0:
+            if engine.is_gradient_accumulation_boundary() and zero_stage == 0:
                 # At ZeRO 0, DeepSpeed neither computes the norm nor checks for NaN, so this code does.
                 # At this point, the gradients are already averaged over ranks.
                 gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
