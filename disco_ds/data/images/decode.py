@@ -31,10 +31,10 @@ from torch.nn import functional as F
 from disco_ds.data.images.broken import BrokenSample
 
 Members = Mapping[str, Any]
-"""A sample's members by extension. They are bytes, unless data.stages replaced them with text, parsed JSON or PIL
+"""A sample's members by extension. They are bytes, unless data.transforms replaced them with text, parsed JSON or PIL
 images."""
 Picture = bytes | Image.Image
-"""An encoded image, or a decoded one if data.stages decoded it."""
+"""An encoded image, or a decoded one if data.transforms decoded it."""
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 """Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 if features.check("avif"):  # Pillow 11.3 and later
@@ -392,7 +392,7 @@ def find_group(group_by: str | None, members: Members, caption: str, image: Pict
         group_by: See data.group_by; if it is None, the result is 0.
         members: The sample's members.
         caption: The caption that was chosen for this epoch.
-        image: The encoded image, or the decoded one if data.stages decoded it.
+        image: The encoded image, or the decoded one if data.transforms decoded it.
 
     Raises:
         BrokenSample: See fill_template.
