@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from disco_ds.plan.assumptions import Assumptions
     from disco_ds.plan.overview import Plan, plan_run
     from disco_ds.run import RefusedError, evaluate_run, run_training
+    from disco_ds.training.custom_loop import contrastive_step
     from disco_ds.training.loop import AskedToStopError
     from disco_ds.training.out_of_memory import OutOfMemory
-    from disco_ds.training.own_loop import contrastive_step
     from disco_ds.training.step import StopError
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ OFFERED = {
     "StopError": "disco_ds.training.step",
     "TwoTowers": "disco_ds.models.two_towers",
     "build_loss": "disco_ds.losses",
-    "contrastive_step": "disco_ds.training.own_loop",
+    "contrastive_step": "disco_ds.training.custom_loop",
     "evaluate_run": "disco_ds.run",
     "export_run": "disco_ds.checkpoints.export",
     "list_losses": "disco_ds.losses",

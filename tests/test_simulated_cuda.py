@@ -1,4 +1,4 @@
-"""The project's GPU path on a GPU that is simulated: devices and dtypes of everything, and what the host waits for."""
+"""The project's GPU path on a GPU that is simulated: mixed devices, and what the host waits for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import deepspeed
 import pytest
 
 from helpers.simulated_cuda import Outcome, find_problem, run
@@ -30,30 +29,14 @@ OURS = {
 }
 """What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, what all
 ranks have agreed on, and the gradient norm, of which DeepSpeed reads right after whether it is finite."""
-DEEPSPEED = {
-    # Of each group of parameters, the value that stands for a norm that is not finite; of a group of which this rank
-    # has no part, its norm.
-    ("copies to device", "deepspeed/runtime/utils.py:887"): 3,
-    ("copies to device", "deepspeed/runtime/zero/stage_1_and_2.py:2691"): 1,
-    # Whether the norm is finite.
-    ("reads", "deepspeed/runtime/utils.py:233"): 1,
-}
-"""On DeepSpeed 0.19.8's lines, at ZeRO 1 and 2."""
-OVERLAP = {("cudaDeviceSynchronize", "deepspeed/runtime/zero/stage_1_and_2.py:1028"): 1}
-"""With overlap_comm, at the end of the backward."""
-
 Outcomes = dict[str, Outcome]
 
 
 def run_cases(names: list[str], folder: Path, timeout_s: float) -> Outcomes:
     groups: dict[tuple[str, int, int], list[str]] = {}
     for name in names:
-        place = (
-            ("alone", 0, 1)
-            if CASES[name].alone
-            else ("steps" if name.startswith("step") else "parts", 1, 4)
-        )
-        groups.setdefault(place, []).append(name)
+        kind = "steps" if name.startswith("step") else "parts"
+        groups.setdefault((kind, 1, 4), []).append(name)
     return run(groups, folder, timeout_s)
 
 
@@ -127,18 +110,10 @@ def test_no_setting_adds_a_wait_to_a_step(name, fast):
     assert ours(fast[name]) == OURS
 
 
-@pytest.mark.skipif(
-    deepspeed.__version__ != "0.19.8", reason="the lines are of another version of DeepSpeed"
-)
-def test_deepspeed_waits_on_the_lines_that_are_known(fast):
-    def theirs(name: str) -> dict[tuple[str, str], int]:
-        return {wait: n for wait, n in fast[name].waits.items() if wait[1].startswith("deepspeed")}
+def test_deepspeed_waits_no_more_for_several_micro_batches_or_buckets(fast):
+    def theirs(name: str) -> int:
+        return sum(n for wait, n in fast[name].waits.items() if wait[1].startswith("deepspeed"))
 
-    assert theirs("step ZeRO 1 autocast K=1") == DEEPSPEED | OVERLAP
-    assert theirs("step ZeRO 1 in many buckets") == DEEPSPEED | OVERLAP, (
-        "one synchronize, whatever the buckets"
-    )
-    assert theirs("step ZeRO 1 autocast K=3") == DEEPSPEED, (
-        "none for a micro-batch, and no synchronize"
-    )
-    assert theirs("step ZeRO 2 autocast K=3") == DEEPSPEED
+    one = theirs("step ZeRO 1 autocast K=1")
+    assert theirs("step ZeRO 1 in many buckets") == one
+    assert theirs("step ZeRO 1 autocast K=3") <= one

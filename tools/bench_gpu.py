@@ -108,7 +108,6 @@ def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> E
 OURS = {
     "softmax": {
         "disco_fused": ours("disco_fused"),
-        "disco_fused, store": ours("disco_fused", 3, store=True),
         "disco_fused, with accuracies": ours("disco_fused", accuracy=True),
         "disco_fused, tile 8192 x 8192": ours("disco_fused", tile=[8192, 8192]),
         "disco_fused, tile 4096 x 8192": ours("disco_fused", tile=[4096, 8192]),

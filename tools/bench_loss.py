@@ -80,11 +80,9 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
         options[name] = {}
         if name in ("disco_fused", "inf_cl", "siglip", "fastclip_v3"):
             options |= {f"{name} {p}": {"precision": p} for p in precisions}
-    options["disco_fused stored"] = {"store": True}
     options["disco_fused unlogged"] = {"accuracy": False}
     for same_group in GROUPED:
         options[f"disco_fused {same_group}"] = {"same_group": same_group}
-    options["fastclip_v3 as published"] = {"gather_both": True}
 
     return {
         label: our_method(label.split()[0], num_samples, **chosen)

@@ -123,7 +123,7 @@ def factors(tile: Tile) -> list[Tensor]:
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Check rows, columns, kept exponentials and weights that lie more than `beyond` elements into their tensor.
+    """Check rows, columns and weights that lie more than `beyond` elements into their tensor.
 
     For 2^31 elements, this takes 9 GB of memory.
     """
@@ -149,26 +149,15 @@ def check_far(beyond: int, record: Record) -> None:
         far = torch.zeros(beyond // D + n, D, dtype=near.dtype, device=device())
         far[-n:] = last
         sums = partial(tiles.exp_sums, scale=scale.float(), shift=shift, maxima=False)
-        note(
-            "rows", sums(tiles.Tile(far, near, None, tiling, None), keep=None)[0][-n:], true.sum(0)
-        )
+        note("rows", sums(tiles.Tile(far, near, None, tiling, None))[0][-n:], true.sum(0))
         note(
             "columns",
-            sums(tiles.Tile(near, far, None, tiling, None), keep=None)[1][-n:],
+            sums(tiles.Tile(near, far, None, tiling, None))[1][-n:],
             true.sum(0),
         )
         del far
     a, beta = (torch.rand(n, device=device()) for _ in "ab")
     weights = true * (a[:, None] + beta).double()
-    with slices.case(record, case="far kept exponentials"):
-        kept = torch.empty(n, 2 * beyond // n, dtype=torch.bfloat16, device=device())[:, :n]
-        sums(tiles.Tile(near, last, None, tiling, None), keep=kept)
-        note("kept", kept, true, torch.bfloat16)
-        out = poisoned(n, n, near.dtype, kept.device)
-        note(
-            "kept weights", tiles.kept_weights(kept, a, beta, tiling, out), weights, torch.bfloat16
-        )
-        del kept
     with slices.case(record, case="far weights"):
         across = 1 + (beyond >> 25)
         down = beyond // (across * n) // n + 2

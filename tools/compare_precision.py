@@ -27,7 +27,6 @@ NOISE = {"random": None, "typical": 2.0, "aligned": 0.05}
 """Noise of texts relative to their images. None: texts are independent of images."""
 OURS: dict[str, dict[str, Any]] = {
     "fp16 (auto on a GPU)": {"precision": "fp16"},
-    "fp16, `store: true`": {"precision": "fp16", "store": True},
     "bf16": {"precision": "bf16"},
     "tf32": {"precision": "tf32"},
     "fp32 (auto on a CPU)": {"precision": "fp32"},

@@ -48,15 +48,14 @@ FLOP_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 2048}
 For tf32 operands, the rate is half as high. Products in fp32 do not use the tensor cores.
 """
 VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
-    "exp_sums": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
-    "exp_sums+maxima": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": True}),
-    "exp_sums+keep": ("exp_sums_kernel", {"KEEP": True, "MAXIMA": True}),
+    "exp_sums": ("exp_sums_kernel", {"MAXIMA": False}),
+    "exp_sums+maxima": ("exp_sums_kernel", {"MAXIMA": True}),
     "exp_weights": ("exp_weights_kernel", {}),
     "log_sums": ("log_sums_kernel", {"MAXIMA": True}),
     "log_weights": ("log_weights_kernel", {"TWO_WEIGHTS": True, "MOMENTS": True}),
     "sigmoid": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": True}),
     "sigmoid-maxima": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
-    "exp_sums+groups": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
+    "exp_sums+groups": ("exp_sums_kernel", {"MAXIMA": False}),
     "exp_weights+groups": ("exp_weights_kernel", {}),
     "sigmoid+groups": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
 }
@@ -114,7 +113,7 @@ def compile_kernel(
     if not variant.endswith("+groups"):
         constants |= dict.fromkeys(groups)
     # Pointers to the factors (r and c), to groups and to `out` have other types. All remaining pointers are to fp32.
-    of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
+    of_factors = {"r", "c"}
     signature, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
         if argument in constants:
@@ -127,7 +126,7 @@ def compile_kernel(
         elif argument in groups:
             signature[argument] = "*i32"
         elif argument == "out":
-            signature[argument] = "*bf16" if kept else f"*{TYPES[precision]}"
+            signature[argument] = f"*{TYPES[precision]}"
         else:
             signature[argument] = f"*{TYPES[precision]}" if argument in of_factors else "*fp32"
         odd = (

@@ -71,14 +71,8 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
         torch.tensor([SHIFT], dtype=torch.float64, device=d),
     )
     whole = tiles.Tile(r, c, 0, tiling, None)
-    yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, False))
-    yield Call(
-        "sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, True)
-    )
-    kept = torch.empty(wide, wide, dtype=torch.bfloat16, device=d)
-    yield Call(
-        "sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, kept, False)
-    )
+    yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, False))
+    yield Call("sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, True))
     a, out, total = (
         torch.rand(n, device=d),
         torch.empty(n, n, dtype=r.dtype, device=d),
@@ -86,7 +80,6 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
     )
     part = tiles.Tile(R, C, 0, tiling, out)
     yield Call("weights", "exp_weights", n, lambda: tiles.exp_weights(part, scale, shift, a, a))
-    yield Call("kept weights", None, n, lambda: tiles.kept_weights(kept[:n, :n], a, a, tiling, out))
     yield Call("log sums", "log_sums", wide, lambda: tiles.log_sums(whole, many, many, False))
     some, moments = many[:n], tuple(torch.zeros(n, dtype=torch.float64, device=d) for _ in "ab")
     yield Call("log weights", "log_weights", n, lambda: tiles.log_weights(part, some, some, a, a))

@@ -122,7 +122,8 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
     """Yield the name, type, default and meaning of each setting of a model. Settings that are groups are left out."""
     for name, field in model.model_fields.items():
-        if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
+        is_group = inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
+        if is_group or field.exclude:
             continue
         default = "required" if field.is_required() else f"`{show(field.default)}`"
         yield f"`{prefix}{name}`", describe_type(field), default, text(field.description or "")

@@ -16,7 +16,7 @@ MAY_BE_ALLOWED = {
     *(
         f"optim.{name}"
         for name in OptimSettings.model_fields
-        if name not in ("name", "factory", "image", "text")
+        if name not in ("name", "factory", "elementwise", "image", "text")
     ),
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),

@@ -36,7 +36,7 @@ from disco_ds.checkpoints.retention import (
     read_meta,
 )
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
@@ -49,8 +49,6 @@ RANK_FILE = re.compile(r"rank_\d+\.pt")
 DATA_MAY_CHANGE = {
     "workers",
     "prefetch",
-    "worker_timeout_s",
-    "retry_s",
     "max_broken",
     "shards",
     "manifest",
@@ -101,7 +99,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
         "loss": config.loss.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json", exclude=MODEL_MAY_CHANGE),
         "model.config": architecture,
-        "optim": config.optim.model_dump(mode="json"),
+        "optim": config.optim.model_dump(mode="json", exclude={"elementwise"}),
         "global_batch": config.global_batch,
         "seed": config.seed,
         "data": config.data.model_dump(mode="json", exclude=excluded),
@@ -117,7 +115,7 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
     zero = config.deepspeed.get("zero_optimization", {})
     return {
         "ranks": ranks,
-        "stage": stage(config.deepspeed),
+        "stage": zero_stage(config.deepspeed),
         "precision": precision(config.deepspeed),
         "zero_optimization": {
             key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS

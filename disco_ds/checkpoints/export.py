@@ -12,18 +12,17 @@ from typing import Any, Literal, get_args
 
 import open_clip
 import timm
-import torch
 from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 from torch import nn
 
 from disco_ds.checkpoints.transformers_export import check_as_user, convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
+from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import build_tokenizer
 from disco_ds.models.param_groups import SCALES
 
 Layout = Literal["open_clip", "transformers"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 HEAD = """---
 library_name: open_clip

@@ -28,6 +28,10 @@ from disco_ds.distributed.heartbeat import Heartbeat
 logger = logging.getLogger(__name__)
 
 
+MAX_FAILED_SAVES = 2
+"""Number of consecutive saves that may fail. If one more save fails, the run stops."""
+
+
 @dataclass
 class Saver:
     """Saves a run's checkpoints, with retries, removal of old checkpoints and uploads. Every rank has one."""
@@ -147,7 +151,7 @@ class Saver:
         if self.settings.copy_command:
             self.heartbeat.mark(step, "waiting for uploads")
             wait = self.uploads.wait if self.uploads else lambda seconds: None
-            jobs.run("uploading checkpoints", lambda: wait(self.settings.copy_timeout_s))
+            jobs.run("uploading checkpoints", lambda: wait(self.heartbeat.timeout_s))
 
     def close(self) -> None:
         """Kill a running upload. Wait up to 10 seconds for a save in progress."""
@@ -202,7 +206,7 @@ class Saver:
         """Count a failed save and remove its files. Raise `error` if the run must not continue."""
         self.num_failed += 1
         self._remove_old(self.settings.keep_last)
-        if last or self.num_failed > self.settings.max_failed_saves:
+        if last or self.num_failed > MAX_FAILED_SAVES:
             raise error
         if comm.rank() == 0:
             logger.warning(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import MAX_SECONDS, PositiveCount, Settings
+from disco_ds.config.settings import PositiveCount, Settings
 from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
-
-MAX_JITTER = 1.5
-"""Each pause between attempts to fetch a shard is the mean pause times a random factor. MAX_JITTER
-is the largest factor, and 2 - MAX_JITTER is the smallest."""
 
 LEAST_CACHE_GB = 100.0
 """Size limit of the cache for remote shards if the recipe sets none, in units of 1e9 bytes. It is
@@ -88,27 +85,12 @@ class RemoteSettings(Settings):
     """Number of shards that each slot fetches from each source before they are needed, as long as the
     cache has room. Shards that a slot shuffles together are fetched together, even if there are more
     of them than this number. 0: a shard is fetched when its first sample is read."""
-    tries: int = Field(5, gt=0, le=100)
-    """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
-    double each time, but are never longer than timeout_s. An attempt resumes where the previous one
-    stopped if the server sends ETags. Attempts to prefetch a shard are not counted."""
-    timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """An attempt fails if no data arrives from the server or the command for this many seconds. The
-    value must be below data.worker_timeout_s, and all attempts together must take less time than
-    the top-level timeout_s."""
-
-    def pause_s(self, number: int) -> float:
-        """Return the mean pause in seconds before attempt `number`. The first attempt is number 0."""
-        return min(2.0 ** (number - 1), self.timeout_s / MAX_JITTER)
-
-    @property
-    def longest_s(self) -> float:
-        """Maximum time in seconds that a reader waits for a shard if no data arrives.
-
-        It covers all attempts to fetch the shard, the pauses between them, and one attempt to prefetch it.
-        """
-        pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
-        return (self.tries + (self.prefetch_shards > 0)) * self.timeout_s + pauses
+    tries: int = Field(5, exclude=True)
+    """Number of attempts to fetch a shard. An attempt resumes where the previous one stopped if the
+    server sends ETags."""
+    timeout_s: float = Field(60.0, exclude=True)
+    """An attempt fails if no data arrives from the server or the command for this many seconds. Config
+    derives it from the top-level timeout_s."""
 
 
 def is_remote(text: str) -> bool:
@@ -159,18 +141,38 @@ CropScale = Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)]
 SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$")]
 
 
-class SourceSettings(Settings):
-    """Settings of one source in data.sources."""
+class SampleSettings(Settings):
+    """Where the samples of one source are, and which of them are used."""
 
     source: SourceName = "shards"
-    """Where the samples of this source come from: `shards`, `synthetic` or `package.module:Class`.
-    Works like data.source."""
+    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
+    random pixels and tokens, for trying out a model or a cluster without data.
+    `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments for this source, if it is a custom source. Works like data.options."""
+    """Keyword arguments for a custom source."""
     shards: str | None = None
-    """Location of the shards of this source. Works like data.shards."""
+    """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
+    /data/{00000..00099}.tar, s3://bucket/{0..9}.tar (also gs://, az://, hf:// and https://) or
+    pipe:COMMAND {0..9}; a pattern such as /data/*/*.tar; a .txt file with one shard per line; a .csv
+    or .tsv file of image paths and captions; or `bundled:emoji/train`, a small data set in this package."""
     manifest: Path | None = None
-    """Manifest of the shards of this source. Works like data.manifest."""
+    """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
+    folder of the shards."""
+    uids: Path | None = None
+    """File with the uids of the samples to use; samples with other uids are dropped. The file has one
+    of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
+    A sample without a field `uid` in its json member counts as broken."""
+    transforms: FunctionName | None = None
+    """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
+    [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
+    at a time, so the data order does not change. A sample is a dictionary with `__key__` and, for
+    each extension, the bytes of that member. A stage may replace bytes with text, parsed JSON or a
+    PIL image. A sample that a stage drops counts in `dropped_samples`."""
+
+
+class SourceSettings(SampleSettings):
+    """Settings of one source in data.sources. What a source does not set, data sets for all sources."""
+
     weight: PositiveFloat | None = None
     """Weight of this source in the mixture. Its share of the training samples is its weight divided
     by the sum of the weights of all sources. Set a weight for every source or for none. Null: the
@@ -179,38 +181,20 @@ class SourceSettings(Settings):
     """Names of the tar members that may contain an image of this source. Null: data.image_key."""
     captions: Captions | None = None
     """Caption templates of this source. Null: data.captions."""
-    uids: Path | None = None
-    """File with the uids of the samples to use from this source. Null: data.uids."""
     filter: Filter | None = None
     """Rules for the samples of this source. Null: data.filter."""
-    stages: FunctionName | None = None
-    """webdataset stages of this source. Null: data.stages."""
 
 
-class DataSettings(Settings):
+class DataSettings(SampleSettings):
     """Where samples come from, and how they are read, decoded and augmented."""
 
-    source: SourceName = "shards"
-    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
-    random pixels and tokens, for trying out a model or a cluster without data.
-    `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
-    shards: str | None = None
-    """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
-    /data/{00000..00099}.tar, s3://bucket/{0..9}.tar (also gs://, az://, hf:// and https://) or
-    pipe:COMMAND {0..9}; a pattern such as /data/*/*.tar; a .txt file with one shard per line; a .csv
-    file of image paths and captions; or `bundled:emoji/train`, a small data set in this package."""
     sources: tuple[SourceSettings, ...] | None = None
     """List of several sources that are mixed by weight. It replaces data.shards."""
-    manifest: Path | None = None
-    """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
-    folder of the shards."""
     index: Literal["manifest", "none"] = "manifest"
     """`manifest`: tar shards must have been counted by `disco-ds index`. `none`: train on tar shards that
     have not been counted. Every slot reads whole shards in random order and shuffles samples only
     within a shard, so the samples of a shard are used close together. The length of the run cannot be
     set in epochs, and losses that keep state for each sample cannot be used."""
-    options: dict[str, Any] = Field({})
-    """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()
     num_samples: int = Field(1_000_000, gt=0, le=10**11)
     """Number of samples of the synthetic source."""
@@ -229,22 +213,10 @@ class DataSettings(Settings):
     `image`: the bytes of the image file. A template such as "{json[label]}": the text that it
     produces; a sample without the field counts as broken. loss.options.same_group decides how the
     loss treats samples of the same group. Null: there are no groups."""
-    uids: Path | None = None
-    """File with the uids of the samples to use; samples with other uids are dropped. The file has one
-    of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
-    A sample without a field `uid` in its json member counts as broken."""
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
     next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken."""
-    stages: FunctionName | None = None
-    """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
-    [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
-    at a time, so the data order does not change. A sample is a dictionary with `__key__` and, for
-    each extension, the bytes of that member. A stage may replace bytes with text, parsed JSON or a
-    PIL image. A sample that a stage drops counts in `dropped_samples`."""
-    csv_separator: str | None = Field(None, min_length=1, max_length=1)
-    """Column separator of a csv. Null: a tab if the first line contains one, otherwise a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
     """Number of slots. A slot is a logical stream of samples, and all slots together make up the
     data order. The number must be a multiple of the number of ranks, and it stays the same when a
@@ -262,14 +234,9 @@ class DataSettings(Settings):
     """Number of micro-batches that each rank prepares ahead. Null: the number of micro-batches in
     one step, but at least 4, and at most as many as fit into an eighth of the rank's share of host
     memory. Lower the number if the host runs out of memory."""
-    worker_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
-    """The run stops if a data worker makes no progress for this many seconds. It must be below the
-    top-level timeout_s."""
-    retry_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
-    """If a shard or csv cannot be read, the read is retried for this many seconds, but at most for
-    half of data.worker_timeout_s. If it still fails, all ranks save a checkpoint and stop. Raise the
-    number if the file system has outages. For fetching remote shards, data.remote.tries applies
-    instead."""
+    worker_timeout_s: float = Field(300.0, exclude=True)
+    """The run stops if a data worker makes no progress for this many seconds. Config derives it from
+    the top-level timeout_s."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
     samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
@@ -322,24 +289,18 @@ class DataSettings(Settings):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
-    def parts(self) -> tuple[SourceSettings, ...]:
+    def parts(self) -> Sequence[SampleSettings]:
         """Settings of each source. If data.sources is not set, there is exactly one source."""
-        if self.source == "shards" and self.sources:
-            return self.sources
-        return (
-            SourceSettings(
-                source=self.source,
-                options=self.options,
-                shards=self.shards,
-                manifest=self.manifest,
-            ),
-        )
+        return self.sources if self.source == "shards" and self.sources else (self,)
 
-    def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return these settings as they apply to one source.
+    @property
+    def retry_s(self) -> float:
+        """Number of seconds for which a failed read of a shard or csv is retried."""
+        return self.worker_timeout_s / 5
 
-        If the source sets image_key, captions, uids, filter or stages, its value replaces the one in these settings.
-        """
-        keys = ("image_key", "captions", "uids", "filter", "stages")
-        own = {key: getattr(part, key) for key in keys if getattr(part, key) is not None}
-        return self.model_copy(update=own)
+    def settings_of(self, part: SampleSettings) -> DataSettings:
+        """Return these settings as they apply to one source, whose own values replace those in these settings."""
+        if part is self:
+            return self
+        keys = {"image_key", "captions", "uids", "filter", "transforms"}
+        return self.model_copy(update=part.model_dump(include=keys, exclude_none=True))

@@ -198,7 +198,7 @@ def precision(ds_config: dict[str, Any]) -> str:
     return enabled[0].removeprefix("torch_") if enabled else "fp32"
 
 
-def stage(ds_config: dict[str, Any]) -> int:
+def zero_stage(ds_config: dict[str, Any]) -> int:
     """Return the ZeRO stage of a ds_config, 0 to 3."""
     value = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     if value not in (0, 1, 2, 3) or isinstance(value, bool):
@@ -258,7 +258,7 @@ def _check_values(ds_config: dict[str, Any]) -> None:
     Raises:
         ValueError: If a value is invalid. The message names the key, unless a number is not finite.
     """
-    stage(ds_config)
+    zero_stage(ds_config)
     for section, model in _section_models().items():
         given = ds_config.get(section, {})
         try:
@@ -306,7 +306,7 @@ def check_precision(ds_config: dict[str, Any]) -> None:
     Raises:
         ValueError: If the combination is refused. The message suggests a combination that works.
     """
-    kind, level = precision(ds_config), stage(ds_config)
+    kind, level = precision(ds_config), zero_stage(ds_config)
     dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))
     if kind == "autocast" and dtype.removeprefix("torch.") not in ("bfloat16", "bf16"):
         raise ValueError(

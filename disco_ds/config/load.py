@@ -23,6 +23,24 @@ _ITEMS = {"sources": SourceSettings, "stages": StageSettings}
 """Name of a list in a recipe -> the settings of one item of the list."""
 
 
+REMOVED: dict[str, tuple[object, str]] = {
+    "checkpoint.copy_timeout_s": (600.0, "it follows from timeout_s"),
+    "checkpoint.max_failed_saves": (2, "a run stops when three saves in a row have failed"),
+    "data.csv_separator": (None, "the separator is found in the first line of the csv"),
+    "data.retry_s": (60.0, "it follows from timeout_s"),
+    "data.worker_timeout_s": (300.0, "it follows from timeout_s"),
+    "data.remote.timeout_s": (60.0, "it follows from timeout_s"),
+    "data.remote.tries": (5, "a shard is fetched in at most five attempts"),
+    "data.stages": (None, "its name is data.transforms now"),
+    "data.sources.stages": (None, "its name is transforms now"),
+    "log.wandb.name": (None, "set the environment variable WANDB_NAME"),
+    "log.wandb.group": (None, "set the environment variable WANDB_RUN_GROUP"),
+    "log.wandb.entity": (None, "set the environment variable WANDB_ENTITY"),
+}
+"""Removed setting -> its former default, and what to do. It is refused if it has another value; run folders of earlier
+versions contain the defaults. Each entry stays for one release."""
+
+
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply `a.b=value` overrides, and check every key and value.
 
@@ -48,7 +66,23 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     for keys, value in assigned:
         if keys != ["deepspeed"]:
             assign(tree, keys, value)
-    return check_config(tree, f"{path} and overrides" if overrides else str(path))
+    origin = f"{path} and overrides" if overrides else str(path)
+    for name in REMOVED:
+        _drop_removed(tree, name.split("."), name, origin)
+    return check_config(tree, origin)
+
+
+def _drop_removed(part: Any, keys: list[str], name: str, origin: str) -> None:
+    """Remove the setting REMOVED[name], whose remaining keys are given, from a part of the settings."""
+    if isinstance(part, list):
+        for item in part:
+            _drop_removed(item, keys, name, origin)
+    elif isinstance(part, dict) and len(keys) > 1:
+        _drop_removed(part.get(keys[0]), keys[1:], name, origin)
+    elif isinstance(part, dict):
+        default, remedy = REMOVED[name]
+        if part.pop(keys[0], None) not in (None, default):
+            raise ValueError(f"{origin}: {name} is not a setting anymore: {remedy}")
 
 
 def check_config(tree: dict[str, Any], origin: str) -> Config:

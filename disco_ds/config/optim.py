@@ -45,8 +45,12 @@ class OptimSettings(Settings):
     all other parameters."""
     factory: str | None = Field(None, pattern=CUSTOM_CODE)
     """Custom optimizer to use instead of `name`, as `package.module:function`, which must be importable
-    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. At ZeRO 1 to
-    3, which partition the parameters, the update of an element must not depend on other elements."""
+    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. ZeRO 1 to 3
+    need `elementwise`."""
+    elementwise: bool = False
+    """Whether the custom optimizer updates each element independently of all others. ZeRO 1 to 3 need
+    this, because they call `step()` once for each parameter group, with flat parts of its parameters. An
+    optimizer that counts steps in its parameter groups works up to ZeRO 2."""
     lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)

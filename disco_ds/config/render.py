@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, stage
+from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, zero_stage
 from disco_ds.config.recipe import Config
 
 GRADIENT_BUCKET = 50_000_000
@@ -32,7 +32,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     check_ds_config(config.deepspeed)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(config.deepspeed))
     zero = rendered["zero_optimization"]
-    level = stage(rendered)
+    level = zero_stage(rendered)
     if config.model.compile is True and level == 3:
         raise ValueError(
             "model.compile=true at ZeRO 3 is refused: torch.compile reads parameters of "
@@ -42,6 +42,12 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         raise ValueError(
             f"optim.name=lamb at ZeRO {level} is refused: its trust ratio needs the "
             "norm of each parameter, but ZeRO's optimizer sees flat partitions; use deepspeed=zero0"
+        )
+    if config.optim.factory and level > 0 and not config.optim.elementwise:
+        raise ValueError(
+            f"optim.factory={config.optim.factory} at ZeRO {level} is refused: ZeRO calls step() once for each "
+            "parameter group, with flat parts of its parameters. If the update of an element does not depend on "
+            "other elements, set optim.elementwise=true; otherwise use deepspeed=zero0"
         )
     places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     if any(place.get("device") == "nvme" for place in places):

@@ -21,10 +21,10 @@ from PIL import Image
 from disco_ds.data.errors import BrokenSample
 
 Members = Mapping[str, Any]
-"""A sample's members by extension. They are bytes, unless data.stages replaced them with text, parsed JSON or PIL
+"""A sample's members by extension. They are bytes, unless data.transforms replaced them with text, parsed JSON or PIL
 images."""
 Picture = bytes | Image.Image
-"""An encoded image, or a decoded one if data.stages decoded it."""
+"""An encoded image, or a decoded one if data.transforms decoded it."""
 _KEYS = re.compile(r"[^\[\]]+")
 """Matches each part of a template field: the name of the member, and the keys in brackets."""
 _MAX_CAPTION = 2**14
@@ -152,7 +152,7 @@ def find_group(group_by: str | None, members: Members, caption: str, image: Pict
         group_by: See data.group_by; if it is None, the result is 0.
         members: The sample's members.
         caption: The caption that was chosen for this epoch.
-        image: The encoded image, or the decoded one if data.stages decoded it.
+        image: The encoded image, or the decoded one if data.transforms decoded it.
 
     Raises:
         BrokenSample: See fill_template.

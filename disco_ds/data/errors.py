@@ -114,7 +114,9 @@ def read_patiently(read: Callable[[], T], patience_s: float) -> T:
             if left_s <= 0:
                 raise
             if pause_s == 0.5:
-                logger.warning("%s; retrying for up to %g s (see data.retry_s)", error, patience_s)
+                logger.warning(
+                    "%s; retrying for up to %g s (a tenth of timeout_s)", error, patience_s
+                )
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

@@ -29,6 +29,8 @@ from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 Group = Any
 """A process group of deepspeed.comm; None means all ranks."""
 Result = TypeVar("Result")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of dtypes in settings."""
 
 
 _next_port: int | None = None

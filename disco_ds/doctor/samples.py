@@ -1,4 +1,4 @@
-"""Check a few samples, as the model gets them: whether they can be read, and how their captions and images look."""
+"""Check a few samples, as the model gets them: whether they can be read, and what they look like."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from disco_ds.config import Config, DataSettings
 from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
 from disco_ds.data.errors import DroppedSample, breaks_sample, name_broken
-from disco_ds.data.images.decode import decode_image, find_image
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
@@ -26,13 +25,9 @@ _NUM_READ = 32
 _NUM_SHOWN = 24
 """Number of samples that are drawn, and whose captions are encoded."""
 _MIN_SAMPLES = 8
-"""The doctor does not warn about captions and images if it has read fewer samples than this."""
-_FIFTH = 0.2
-"""The doctor warns if this fraction of the captions is cut, or if this fraction of the images has a single color."""
-_ONE_COLOR = 4
-"""An image counts as having a single color if the values of each channel differ by less than this.
-
-The limit is not 0, because JPEG changes values slightly."""
+"""The doctor does not warn about captions if it has read fewer samples than this."""
+_MANY_FULL = 0.2
+"""The doctor warns if this fraction of the captions fill the context, because most of them were probably cut."""
 
 
 class Sample(NamedTuple):
@@ -45,11 +40,8 @@ class Sample(NamedTuple):
     caption: str
     """Empty if the source generates tokens."""
     num_tokens: int
-    is_cut: bool
-    """Whether the tokenizer cut the caption because it has more tokens than the context length."""
+    """Number of tokens without padding."""
     id: int
-    side: int
-    """Shorter side of the image in the source, in pixels; 0 if it is unknown."""
 
 
 def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
@@ -110,10 +102,8 @@ class Inputs:
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         form = SampleForm(spec, tokenize, *read_text_size(self.model))
         reader = source.open_samples(data, form, self.config.seed, 1)
-        # The size of the original image is unknown if the source generates images or data.stages may change them.
-        is_plain = type(source).open_samples is Source.open_samples and not data.stages
-        members = source.open(1, data.window) if is_plain else None
         last = len(source.sizes) - 1
+        padding = self.tokenizer([""])[0, -1]
         broken, dropped, samples = [], 0, []
         chosen: set[tuple[int, int]] = set()
         for shard in (0, last // 2, last):
@@ -122,36 +112,20 @@ class Inputs:
             chosen.update((shard, i * size // _NUM_READ) for i in range(_NUM_READ) if size)
         for shard, entry in sorted(chosen):
             index = first_id + sum(source.sizes[:shard]) + entry
-            side = 0
             try:
                 with breaks_sample(OSError):
                     decode, text, _ = reader.read(shard, entry, 0, index)
                     image = decode()
-                    if members:
-                        original = find_image(members.read(shard, entry), data.image_key)
-                        side = min(decode_image(original, data.max_pixels).size)
             except DroppedSample:
                 dropped += 1
             except BrokenSample as error:
                 broken.append(name_broken(reader.name, shard, entry, error))
             else:
                 caption = captions[0] if captions else ""
-                samples.append(
-                    Sample(image, text, caption, *self._count(text, caption), index, side)
-                )
+                num_tokens = int((text != padding).sum())
+                samples.append(Sample(image, text, caption, num_tokens, index))
         reader.close()
-        if members:
-            members.close()
         return _describe(data, len(chosen), broken, dropped, samples), samples
-
-    def _count(self, text: Tensor, caption: str) -> tuple[int, bool]:
-        """Return the number of tokens without padding, and whether the caption was cut."""
-        padding = self.tokenizer([""])[0, -1]
-        num_tokens = int((text != padding).sum())
-        is_full = bool(caption) and num_tokens == len(text)
-        if is_full and not self.config.model.factory:  # a custom tokenizer has a fixed length
-            is_full = bool(self.tokenizer([caption], num_tokens + 1)[0, -1] != padding)
-        return num_tokens, is_full
 
     @torch.no_grad()
     def check_texts(self, samples: list[Sample]) -> Iterator[Line]:
@@ -179,7 +153,7 @@ class Inputs:
             axis.set_axis_off()
             axis.imshow(image.permute(1, 2, 0))
             words = textwrap.wrap(sample.caption, 26, max_lines=3, placeholder=" ...")
-            words.append(f"{sample.num_tokens} tokens{', cut' if sample.is_cut else ''}")
+            words.append(f"{sample.num_tokens} of {len(sample.text)} tokens")
             axis.set_title("\n".join(words), fontsize=8, parse_math=False)
         figure.savefig(path, dpi=80)
 
@@ -189,14 +163,14 @@ def _describe(
 ) -> Line:
     found = f"{num} read, {len(broken)} broken"
     if dropped:
-        found += f", {dropped} dropped by data.filter, data.uids or data.stages"
+        found += f", {dropped} dropped by data.filter, data.uids or data.transforms"
     status: Status = "ok"
     if not num:
         return Line(
             "fail", "samples", "the shards contain no complete sample", "are they tar files?"
         )
     if dropped == num:
-        return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
+        return Line("warn", "samples", found, "check data.filter, data.uids and data.transforms")
     remedy = (
         "see data.image_key and data.captions; a run stops once the fraction of broken samples exceeds "
         f"data.max_broken={data.max_broken:g}"
@@ -208,30 +182,20 @@ def _describe(
         many = len(broken) > 2 + data.max_broken * num or 2 * len(broken) > num
         status = "fail" if many else "warn"
     captions = Counter(sample.caption for sample in samples if sample.caption)
-    if not captions:
-        return Line(status, "samples", found, remedy)
-    n = len(samples)
-    counts = [sample.num_tokens for sample in samples]
-    cut = sum(sample.is_cut for sample in samples) / n
-    sides = [sample.side for sample in samples]
-    found += (
-        f"; captions {min(counts)} to {max(counts)} tokens (mean {sum(counts) / n:.1f}), {cut:.0%} cut, "
-        f"{len(captions) / n:.0%} of them different"
-    )
-    if any(sides):
-        found += f"; images {min(sides)} to {max(sides)} px"
-    plain = sum(_is_plain(sample.image) for sample in samples) / n
-    (text, most), *_ = captions.most_common(1)
-    if most >= n / 2:
-        found += f"; {most / n:.0%} of the captions are {textwrap.shorten(text, 60)!r}"
-    if plain >= _FIFTH:
-        found += f"; {plain:.0%} of the images have one color"
-    if status == "ok" and n >= _MIN_SAMPLES and (most >= n / 2 or max(plain, cut) >= _FIFTH):
-        remedy = "look at them with --picture FILE; see data.captions, data.image_key and text_cfg.context_length"
-        status = "warn"
+    if captions:
+        n = len(samples)
+        counts = [sample.num_tokens for sample in samples]
+        full = sum(sample.num_tokens == len(sample.text) for sample in samples) / n
+        (text, most), *_ = captions.most_common(1)
+        found += (
+            f"; captions {min(counts)} to {max(counts)} tokens (mean {sum(counts) / n:.1f}), {full:.0%} fill the "
+            f"context, {len(captions) / n:.0%} of them different"
+        )
+        if most >= n / 2:
+            found += f"; {most / n:.0%} of them are {textwrap.shorten(text, 60)!r}"
+        if status == "ok" and n >= _MIN_SAMPLES and (most >= n / 2 or full >= _MANY_FULL):
+            remedy = (
+                "look at them with --picture FILE; see data.captions and text_cfg.context_length"
+            )
+            status = "warn"
     return Line(status, "samples", found, remedy)
-
-
-def _is_plain(image: Tensor) -> bool:
-    pixels = image.flatten(1).int()
-    return bool((pixels.amax(1) - pixels.amin(1)).max() < _ONE_COLOR)

@@ -13,7 +13,7 @@ from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer
-from disco_ds.models.dtypes import DTYPES
+from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.runs.run_folder import CONFIG
 
 EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
@@ -59,7 +59,7 @@ def in_precision(module: nn.Module, kind: str) -> nn.Module:
     """
     if kind == "autocast":
         module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
-    return module.to(DTYPES[kind])
+    return module.to(PARAMETER_DTYPES[kind])
 
 
 def load_model(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.distributed import comm, ring
+from disco_ds.distributed.comm import DTYPES
 from disco_ds.losses.base import Embeddings, Loss, check_teacher_weight
 from disco_ds.losses.kernels import (
     Block,
@@ -35,11 +36,6 @@ from disco_ds.losses.kernels import (
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 SameGroup = Literal["negatives", "ignored", "positives"]
-COMM_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 class TiledLoss(Loss):
@@ -70,7 +66,7 @@ class TiledLoss(Loss):
     ):
         super().__init__()
         self.tiling = Tiling(tile, precision, impl)
-        self.comm_dtype = None if comm_dtype is None else COMM_DTYPES[comm_dtype]
+        self.comm_dtype = None if comm_dtype is None else DTYPES[comm_dtype]
         self.group = group
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:
@@ -149,8 +145,6 @@ class Gathered:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
         groups: The groups of this rank's rows and of all columns, or None.
-        keep: Let `sums` store the exponentials, b x B in bf16, so that `gradient` need not
-            recompute them.
     """
 
     own: Tensor
@@ -163,18 +157,15 @@ class Gathered:
         comm_dtype: torch.dtype | None,
         group: Any,
         groups: Groups | None = None,
-        keep: bool = False,
     ):
         self.tiling = tiling
         self.groups = groups
         self.group = group
-        self.comm_dtype = comm_dtype
-        self.keep = keep
-        self.columns = self._gather(columns)
+        sent = to_comm_dtype(columns, comm_dtype)
+        self.columns = comm.gather(sent, group=group) if comm.size(group) > 1 else sent
         self.first = comm.rank(group) * len(columns)  # index of this rank's first column
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
-        self.kept: Tensor | None = None
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the logarithms of the sums of exponentials over each of this rank's rows and columns.
@@ -190,12 +181,7 @@ class Gathered:
         Returns:
             See Sums; n = m = b.
         """
-        self.kept = None
-        if self.keep and shift is not None:
-            shape = len(rows), len(self.columns)
-            self.kept = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
-        block = self._block(rows, self.columns, scales, 0, shift)
-        part = softmax_sums(block, maxima, self.kept)
+        part = softmax_sums(self._block(rows, scales, shift), maxima)
         if comm.size(self.group) == 1:
             return part
         # Each rank has summed the columns over its own rows only, and the sums are logarithms. To add them over
@@ -248,27 +234,21 @@ class Gathered:
         # contributions and sends each rank the sums for its own columns.
         d_columns = zero_gradient(self.columns) if needs_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        block = self._block(rows, self.columns, scales, 0, shift)
+        block = self._block(rows, scales, shift)
         column_shifts = self._gather_vector(shifts[1])
         targets = [
             each.target(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
             for each in teachers
         ]
-        softmax_gradient(
-            block, shifts[0], column_shifts, d_rows, d_columns, self.kept, parts, targets, taught
-        )
+        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, taught)
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         if d_columns is not None:
             d_columns = comm.reduce_scatter_in_place(d_columns, self.group)
         return d_rows, d_columns
 
-    def _gather(self, side: Tensor) -> Tensor:
-        sent = to_comm_dtype(side, self.comm_dtype)
-        return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
-
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather one number for each column (or each row) of all ranks.
+        """Gather one number for each column of all ranks.
 
         If `own` is one number expanded to [b], every rank has the same number, and nothing is sent.
         """
@@ -276,54 +256,12 @@ class Gathered:
             return own[:1].expand(len(self.columns))
         return comm.gather(own, group=self.group)
 
-    def _block(
-        self, anchors: Tensor, others: Tensor, scales: Tensor, side: int, shift: Tensor | None
-    ) -> Block:
-        """Return the block that compares this rank's rows (side 0) or columns (side 1) with all `others`."""
-        other_scale = self._gather_vector(scales[1 - side])
+    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
+        """Return the block that compares this rank's rows with all columns."""
+        column_scale = self._gather_vector(scales[1])
         return Block(
-            anchors,
-            others,
-            scales[side],
-            other_scale,
-            self.first,
-            shift,
-            self.tiling,
-            self.groups,
+            rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling, self.groups
         )
-
-
-class GatheredBoth(Gathered):
-    """Like Gathered, but also gathers the rows, so that each rank computes the whole gradient of its columns.
-
-    No gradients of features are sent, but the similarities are computed once more.
-    """
-
-    def gradient(
-        self,
-        rows: Tensor,
-        scales: Tensor,
-        shifts: Tensor,
-        shift: Tensor | None,
-        needs_rows: bool,
-        needs_columns: bool,
-        moments: Tensor | None = None,
-        teachers: Sequence[Lesson] = (),
-        taught: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the same gradients as Gathered.gradient."""
-        found: list[Tensor | None] = []
-        # First this rank's rows against all columns, then its columns against all rows.
-        for side, (anchors, needed) in enumerate(((rows, needs_rows), (self.own, needs_columns))):
-            gradient = zero_gradient(anchors) if needed else None
-            if needed or moments is not None:
-                others = self._gather(rows) if side else self.columns
-                parts = None if moments is None else (moments[side], moments.new_zeros(len(others)))
-                other_shift = self._gather_vector(shifts[1 - side])
-                block = self._block(anchors, others, scales, side, shift)
-                softmax_gradient(block, shifts[side], other_shift, gradient, None, None, parts)
-            found.append(gradient)
-        return found[0], found[1]
 
 
 class Ring:

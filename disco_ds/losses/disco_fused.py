@@ -5,11 +5,6 @@ This is the package's fastest InfoNCE loss if a B x D tensor fits in memory.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
-
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Gathered, GroupedLoss
 from disco_ds.losses.infonce import infonce
@@ -24,17 +19,9 @@ class DisCoFusedLoss(GroupedLoss):
     all_reduce of B numbers, give the text-to-image loss. A reduce_scatter sends the gradient of each text back to the
     rank that the text came from. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
 
-    Args:
-        store: Keep the exponentials of the block (b x B in bf16) for the gradient instead of recomputing them.
-        options: See GroupedLoss.
+    Options: see GroupedLoss.
     """
-
-    def __init__(self, store: bool = False, **options: Any):
-        super().__init__(**options)
-        self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with gathered columns. Collective."""
-        return infonce(
-            embeddings, partial(Gathered, keep=self.store and torch.is_grad_enabled()), self
-        )
+        return infonce(embeddings, Gathered, self)

@@ -22,7 +22,6 @@ from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import (
     Gathered,
-    GatheredBoth,
     TiledLoss,
     add_pairs,
     assign_sides,
@@ -53,8 +52,6 @@ class FastCLIPLoss(TiledLoss):
         eps: Added to u in the logarithm.
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
-        gather_both: Gather the features of both sides, as the paper does, instead of gathering one side and
-            sending its gradients back.
         options: See TiledLoss.
 
     Raises:
@@ -77,7 +74,6 @@ class FastCLIPLoss(TiledLoss):
         eps: float = 1e-14,
         tau: float | None = None,
         memory: Memory = "device",
-        gather_both: bool = False,
         **options: Any,
     ):
         super().__init__(**options)
@@ -95,7 +91,6 @@ class FastCLIPLoss(TiledLoss):
             raise ValueError(f"tau must be positive, got {self.tau}")
         self.initial_scale = 1 / self.tau
         self.memory: Memory = memory
-        self.blocks = GatheredBoth if gather_both else Gathered
         self.state: SampleState | None = None
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
@@ -204,7 +199,7 @@ class _FastCLIP(torch.autograd.Function):
         group = loss.group
         tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = loss.blocks(columns, tiling, loss.comm_dtype, group)
+        cross = Gathered(columns, tiling, loss.comm_dtype, group)
         cosines = pair_cosines(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None

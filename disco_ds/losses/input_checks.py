@@ -42,9 +42,8 @@ def check_alike(
     bias: Tensor | None,
     group_id: Tensor | None,
     group: Any = None,
-    step: int = 0,
 ) -> None:
-    """Check that the ranks are at the same step and pass the same kind of inputs. Collective: one small all_reduce.
+    """Check that all ranks pass the same kind of inputs. Collective: one small all_reduce.
 
     Without this check, ranks with different inputs would hang in a collective or compute a wrong loss.
 
@@ -55,26 +54,20 @@ def check_alike(
         bias: 0-d or [1], the logit bias. None counts as 0.
         group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
         group: The process group; None: all ranks.
-        step: Number of the step that this rank is at.
 
     Raises:
-        ValueError: On every rank, if the steps or inputs of the ranks differ, or if features are not [b, D].
+        ValueError: On every rank, if the inputs of the ranks differ, or if features are not [b, D].
     """
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    numbers = torch.tensor([*mine, step, group_id is not None], device=image.device)
+    numbers = torch.tensor([*mine, group_id is not None], device=image.device)
     learned = [scale, torch.zeros(1) if bias is None else bias]
     learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
     values = torch.cat([numbers.double(), *learned])
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
     *most, has_ids, scale_most, bias_most = most
     *least, all_have_ids, scale_least, bias_least = [-x for x in least]
-    if most[4] != least[4]:
-        raise ValueError(
-            f"rank {comm.rank(group)} is at step {step}, but the steps of all ranks range from {least[4]:g} to "
-            f"{most[4]:g}: a rank has skipped a step; every rank must take every step"
-        )
     if -1 in mine or most != least:
         lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(

@@ -92,16 +92,14 @@ def write_report(folder: Path) -> Path:
         with numpy.load(folder / EXAMPLES) as saved:
             examples = dict(saved)
     last = records[-1] if records else {"step": 0, "samples": 0}
-    batches = read_batches(records)
-    sizes = " to ".join(dict.fromkeys(f"{batch:,}" for _, batch in (*batches[:1], *batches[-1:])))
     state = "finished" if (folder / FINISHED).exists() else "not finished"
-    title = f"{folder.resolve().name}: {last['step']:,} steps of {sizes or 0} samples, {state}"
+    title = f"{folder.resolve().name}: {last['step']:,} steps, {last['samples']:,} samples, {state}"
     if examples:
         title += f"; images of {examples['name']} with the nearest labels below"
     with style.context(STYLE), warnings.catch_warnings():
         # The font may lack characters of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = draw_report(read_curves(records), batches, examples)
+        figure = draw_report(read_curves(records), examples)
         figure.suptitle(title)
         partial = folder / f"partial-{REPORT}"
         figure.savefig(partial)
@@ -119,26 +117,12 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
     return curves
 
 
-def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return, for each logged step, the samples seen so far and the mean batch size since the logged step before it."""
-    batches = []
-    step = samples = 0
-    for record in records:
-        if record["step"] > step:
-            batch = (record["samples"] - samples) // (record["step"] - step)
-            step, samples = record["step"], record["samples"]
-            batches.append((samples, batch))
-    return batches
-
-
-def draw_report(
-    curves: Curves, batches: Sequence[tuple[int, int]], examples: dict[str, Any]
-) -> Figure:
-    """Draw loss, accuracy, a panel for each metric with a curve label, and the examples."""
+def draw_report(curves: Curves, examples: dict[str, Any]) -> Figure:
+    """Draw a panel for each metric with a curve label, the accuracies, and the examples."""
     from matplotlib.figure import Figure
 
     panels = [metric for metric in METRICS if metric.curve]
-    panel_rows = math.ceil((2 + len(panels)) / 3)
+    panel_rows = math.ceil((len(panels) + 1) / 3)
     image_rows = math.ceil(len(examples["label"]) / 6) if examples else 0
     heights = [3.5] * panel_rows + [1.7] * image_rows
     figure = Figure((14, sum(heights)), dpi=110, layout="constrained")
@@ -148,29 +132,16 @@ def draw_report(
         row, column = divmod(number, 3)
         return figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
 
-    draw_loss(add_panel(0), curves, batches)
-    draw_accuracy(add_panel(1), curves)
-    for number, metric in enumerate(panels, 2):
+    for number, metric in enumerate(panels):
         axes = add_panel(number)
         draw_curve(axes, curves, metric.name)
         finish_axes(axes, metric.curve)
+    draw_accuracy(add_panel(len(panels)), curves)
     if examples:
         columns = examples["image"], examples["label"], examples["best"]
         for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
             draw_example(figure.add_subplot(grid[number // 6, number % 6]), *example)
     return figure
-
-
-def draw_loss(axes: Axes, curves: Curves, batches: Sequence[tuple[int, int]]) -> None:
-    """Draw the training loss, and the softmax loss of a random guess as a dashed line."""
-    draw_curve(axes, curves, "loss", "training loss")
-    if batches and batches[-1][1] > 1:
-        seen, sizes = zip(*batches, strict=True)
-        chance = [math.log(max(size, 1)) for size in sizes]
-        label = f"softmax loss of a random guess among {sizes[-1]:,}: {chance[-1]:.2f}"
-        style: dict[str, Any] = {"color": "gray", "linestyle": "--", "drawstyle": "steps-pre"}
-        axes.plot((0, *seen), (chance[0], *chance), linewidth=1, label=label, **style)
-    finish_axes(axes, "loss")
 
 
 def draw_accuracy(axes: Axes, curves: Curves) -> None:
@@ -216,7 +187,7 @@ def finish_axes(axes: Axes, label: str) -> None:
         axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center")
     elif axes.get_legend_handles_labels()[0]:
         # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
-        axes.legend(loc="upper right" if label == "loss" else "upper left")
+        axes.legend(loc="upper left")
 
 
 def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:

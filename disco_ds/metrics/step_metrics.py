@@ -37,7 +37,7 @@ class LogPoint:
     text_tokens: float | None = None
     """Mean number of tokens of the texts of this rank's part of the batch; None if the text tower computes padding."""
     dropped: int = 0
-    """Number of samples that data.filter, data.uids or data.stages have excluded on this rank so far."""
+    """Number of samples that data.filter, data.uids or data.transforms have excluded on this rank so far."""
     skipped: int = 0
     """Number of batches that all ranks have skipped so far."""
     model: nn.Module | None = None
@@ -73,10 +73,7 @@ class Metric:
     show: Callable[[Any], str] | None = None
     """Formats the metric for the progress line, possibly as an empty string; None if it is not shown."""
     curve: str = ""
-    """Label of the metric's panel in report.png; empty: no panel.
-
-    The loss and the accuracies have no label here, because draw_loss and draw_accuracy in report.py draw them.
-    """
+    """Label of the metric's panel in report.png; empty: no panel. The accuracies share a panel."""
 
 
 def _mfu(now: LogPoint, since: Interval) -> float | None:
@@ -86,7 +83,7 @@ def _mfu(now: LogPoint, since: Interval) -> float | None:
 
 
 METRICS = (
-    Metric("loss", show="loss {:.4f}".format),
+    Metric("loss", show="loss {:.4f}".format, curve="loss"),
     Metric("i2t_accuracy", show="i2t {:.1%}".format),
     Metric("t2i_accuracy", show="t2i {:.1%}".format),
     Metric(

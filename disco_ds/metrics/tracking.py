@@ -86,8 +86,8 @@ class WandbRun:
             os.environ.setdefault(f"WANDB_{name}_TIMEOUT", f"{limit:g}")
         id_file = folder / WANDB_ID
         given: dict[str, Any] = {
-            **config.log.wandb.model_dump(),
-            "name": config.log.wandb.name or folder.name,
+            "project": config.log.wandb.project,
+            "name": os.environ.get("WANDB_NAME", folder.name),
             "id": id_file.read_text(encoding="utf-8") if id_file.exists() else None,
             "resume": "allow",
             "dir": str(folder),

@@ -1,11 +1,8 @@
-"""The dtypes of a run."""
+"""The dtype of a run's parameters."""
 
 import torch
 
-DTYPES = {
-    "autocast": torch.float32,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""Maps the precision in the ds_config to the dtype of the parameters. Also maps optim.muon_precision to a dtype."""
+from disco_ds.distributed.comm import DTYPES
+
+PARAMETER_DTYPES = DTYPES | {"autocast": torch.float32}
+"""Maps the precision in the ds_config to the dtype of the parameters."""

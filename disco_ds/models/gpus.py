@@ -19,8 +19,6 @@ class Gpu:
     """Regular expression for the name that torch reports, without "NVIDIA" and "GeForce"."""
     half: float = 0.0
     """TFLOP/s of dense matrix multiplications in bf16 or fp16 with fp32 accumulation; 0: unknown."""
-    tf32: float = 0.0
-    """TFLOP/s of dense matrix multiplications in tf32."""
     fp32: float = 0.0
     """TFLOP/s of dense matrix multiplications in fp32."""
     link: float = 0.0
@@ -30,19 +28,19 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-40G", 39.4, "A100-(SXM4|PCIE)-40GB", 312, 156, 19.5, 300),
-        Gpu("A100-80G", 79.1, "A100(-SXM4-80GB| 80GB PCIe)", 312, 156, 19.5, 300),
-        Gpu("H100-80G", 79.1, "H100 80GB HBM3", 989, 494, 67, 450),
-        Gpu("H100-PCIe", 79.1, "H100 PCIe", 756, 378, 51, 64),
-        Gpu("H100-NVL", 93.0, "H100 NVL", 835, 418, 60, 64),
-        Gpu("H200", 139.8, "H200", 989, 494, 67, 450),
-        Gpu("GH200-96G", 94.5, "GH200 480GB", 989, 494, 67, 450),
-        Gpu("B200", 178.3, "B200", 2250, 1125, 75, 900),
-        Gpu("L4", 22.0, "L4", 121, 60, 30.3, 32),
-        Gpu("L40S", 44.4, "L40S", 362, 183, 91.6, 32),
-        Gpu("A10G", 22.0, "A10G", 70, 35, 35, 32),
-        Gpu("RTX-4090", 23.5, "RTX 4090", 165, 82.6, 82.6, 32),
-        Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
+        Gpu("A100-40G", 39.4, "A100-(SXM4|PCIE)-40GB", 312, 19.5, 300),
+        Gpu("A100-80G", 79.1, "A100(-SXM4-80GB| 80GB PCIe)", 312, 19.5, 300),
+        Gpu("H100-80G", 79.1, "H100 80GB HBM3", 989, 67, 450),
+        Gpu("H100-PCIe", 79.1, "H100 PCIe", 756, 51, 64),
+        Gpu("H100-NVL", 93.0, "H100 NVL", 835, 60, 64),
+        Gpu("H200", 139.8, "H200", 989, 67, 450),
+        Gpu("GH200-96G", 94.5, "GH200 480GB", 989, 67, 450),
+        Gpu("B200", 178.3, "B200", 2250, 75, 900),
+        Gpu("L4", 22.0, "L4", 121, 30.3, 32),
+        Gpu("L40S", 44.4, "L40S", 362, 91.6, 32),
+        Gpu("A10G", 22.0, "A10G", 70, 35, 32),
+        Gpu("RTX-4090", 23.5, "RTX 4090", 165, 82.6, 32),
+        Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 32),
     )
 }
 """Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s means PCIe 4, and 64 GB/s
@@ -81,5 +79,5 @@ def find_gpu(text: str, tflops: float | None = None, link: float | None = None) 
     if not 0 < gpu.gib < float("inf"):
         raise ValueError(f"--gpu-memory {text}: expected a positive number of GiB")
     if tflops is not None:
-        gpu = replace(gpu, half=tflops, tf32=tflops, fp32=tflops)
+        gpu = replace(gpu, half=tflops, fp32=tflops)
     return gpu if link is None else replace(gpu, link=link)

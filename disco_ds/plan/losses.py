@@ -14,7 +14,7 @@ import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
-from disco_ds.losses.blocks import GatheredBoth, TiledLoss, chunk_rows
+from disco_ds.losses.blocks import TiledLoss, chunk_rows
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
@@ -97,14 +97,12 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
             return 3 * N, 2, 0
         case DisCoLoss():
             return 6, 2, 2
-        case DisCoFusedLoss():
-            return 3 if loss.store else 4, 1, 1
         case InfCLLoss():
             return 4, 2, 1
         case SigLIPLoss():
             return 3, 1, 1
-        case FastCLIPLoss():
-            return (5, 2, 0) if loss.blocks is GatheredBoth else (4, 1, 1)
+        case DisCoFusedLoss() | FastCLIPLoss():
+            return 4, 1, 1
         case NTXentLoss():
             return 10, 6 if loss.ring else 2, 1
     return None
@@ -142,7 +140,6 @@ def loss_peak(
     tiling = loss.tiling.on(device)
     itemsize, sent = _itemsizes(loss, device)
     views = isinstance(loss, NTXentLoss)
-    gathers_both = getattr(loss, "blocks", None) is GatheredBoth
     ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
     # Bytes per element of a b x D tensor. The features are fp32, so they are copied only if they are rounded.
     rows = 0 if tiling.precision == "fp32" else itemsize
@@ -153,13 +150,13 @@ def loss_peak(
         columns += min(N - 1, 2) * sent
         num_gradients = 3 if N > 1 else 1
     else:
-        columns = N * sent * (1 + (views or gathers_both)) if N > 1 else columns
-        num_gradients = 1 if gathers_both else N
+        columns = N * sent * (1 + views) if N > 1 else columns
+        num_gradients = N
     # After the gradient of the columns, NT-Xent computes a second gradient of the rows.
     num_gradients = max(1 + num_gradients, 2 + views)
     # Gradients that are summed over ranks after the tiles are freed. On a CPU, gloo sums them in a copy.
     num_summed = 0
-    if N > 1 and not ring and not gathers_both:
+    if N > 1 and not ring:
         num_summed = 1 + N * (device.type == "cpu")
     num_columns = b if ring else B
     shape = tiling.size(b, num_columns, D, device)
@@ -168,9 +165,8 @@ def loss_peak(
         tile += shape[1] * D * itemsize
     # The products of positive pairs are computed in chunks, also after the tiles are freed.
     chunk = 4 * min(b, chunk_rows(D, device)) * D
-    stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64
-    held = b * D * (rows + columns + 4 * num_gradients) + stored + vectors
+    held = b * D * (rows + columns + 4 * num_gradients) + vectors
     if T:
         # The teacher's features as the student's, the products of the targets with the columns of both models, and a
         # tile of targets.

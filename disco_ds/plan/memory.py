@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from disco_ds.config import Config, OptimSettings, render_ds_config
-from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_device
-from disco_ds.models.dtypes import DTYPES
+from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import Towers
@@ -105,7 +105,7 @@ def plan_memory(
         config.num_micro_batches(ranks), config.image_staging
     )
     # The teacher's weights, and its features of the whole step.
-    teacher = towers.teacher * DTYPES[precision(ds_config)].itemsize
+    teacher = towers.teacher * PARAMETER_DTYPES[precision(ds_config)].itemsize
     teacher += 2 * 4 * b * towers.teacher_width
     ordered = {}
     for name, moment in moments.items():
@@ -147,8 +147,8 @@ def _plan_engine(
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    level = stage(ds_config)
-    e = DTYPES[precision(ds_config)].itemsize
+    level = zero_stage(ds_config)
+    e = PARAMETER_DTYPES[precision(ds_config)].itemsize
     K = config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)  # trained elements whose optimizer states this rank keeps
@@ -158,7 +158,7 @@ def _plan_engine(
     if level == 2 and zero.overlap_comm:  # engine.py widens the bucket to the largest parameter
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
-    sent = DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
+    sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
     # The gradients are reduced in this precision. If it differs from theirs, this takes another copy.
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0

@@ -37,7 +37,7 @@ from disco_ds.models.clip import (
     read_preprocessing,
     read_text_size,
 )
-from disco_ds.models.dtypes import DTYPES
+from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.fast import find_counter
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.text_tokens import plan_lengths
@@ -183,7 +183,7 @@ def prepare_model(config: Config) -> nn.Module:
     )
     before = torch.get_default_dtype()
     # Fake parameters cannot be cast in place, so they are created in the right dtype.
-    torch.set_default_dtype(DTYPES[precision(config.deepspeed)])
+    torch.set_default_dtype(PARAMETER_DTYPES[precision(config.deepspeed)])
     try:
         bias = loss.initial_bias(config.global_batch)
         model = build_model(settings, loss.initial_scale, bias, loss.learns_scale)

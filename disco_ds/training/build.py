@@ -35,7 +35,7 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -78,9 +78,9 @@ from disco_ds.models.pretrained import (
     read_overrides,
     warn_of_random_tower,
 )
+from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
-from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import (
     Engine,
@@ -307,8 +307,9 @@ def check_settings(config: Config) -> None:
         # after that folder has been created.
         render_ds_config(each, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
-    with comm.all_or_none("optimizer"):
-        check_optimizer(config.optim, stage(config.deepspeed))
+    if config.optim.factory:
+        with comm.all_or_none("optimizer"):
+            load_custom(config.optim.factory)
 
 
 def load_loss_and_data(config: Config) -> tuple[Loss, list[Source], list[ImageSet]]:
@@ -383,7 +384,8 @@ def check_without_data(config: Config) -> None:
     """
     check_packages(config)
     make_loss(config)
-    check_optimizer(config.optim, stage(config.deepspeed))
+    if config.optim.factory:
+        load_custom(config.optim.factory)
     settings = config.model
     for each in (settings, *([config.teacher.settings] if config.teacher else [])):
         read_architecture(each)
@@ -504,7 +506,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
         return "compiled" if is_compiled(model) else "not compiled"
-    if stage(config.deepspeed) == 3:
+    if zero_stage(config.deepspeed) == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
         problem = find_kernel_problem(device, "fp16")

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from disco_ds.config import Config, OptimSettings
 from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
+from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
-from disco_ds.models.dtypes import DTYPES
 from disco_ds.models.fast import is_compiled
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.training.custom_optimizer import build_custom
+from disco_ds.names import load_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng
 from disco_ds.training.muon import Muon
 from disco_ds.training.teacher import FrozenTeacher
@@ -152,7 +152,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
         settings: Settings of the optimizer. The learning rate is set later, by set_rates.
     """
     if settings.factory:
-        return build_custom(settings.factory, groups)
+        return build_custom(settings.factory, groups, settings.elementwise)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "muon":
@@ -163,6 +163,35 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
         # The engine already clips the gradient, so LAMB's built-in clipping is turned off.
         return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+
+
+def build_custom(
+    factory: str, groups: list[dict[str, Any]], elementwise: bool = False
+) -> torch.optim.Optimizer:
+    """Build the optimizer that optim.factory names.
+
+    Raises:
+        ValueError: If the factory cannot be imported, does not return a torch optimizer for these groups, or returns
+            one that is not elementwise under ZeRO although `elementwise` says so.
+    """
+    optimizer = load_custom(factory)(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optim.factory={factory} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+        )
+    if [group.get("name") for group in optimizer.param_groups] != [
+        group["name"] for group in groups
+    ]:
+        raise ValueError(
+            f"optim.factory={factory} returned an optimizer with other parameter groups; the factory must pass its "
+            "argument to the optimizer unchanged"
+        )
+    if elementwise and isinstance(optimizer, torch.optim.Adagrad):
+        raise ValueError(
+            "at ZeRO 1 to 3, DeepSpeed 0.19 rebuilds Adagrad without the settings of its groups: use deepspeed=zero0, "
+            "and remove optim.elementwise"
+        )
+    return optimizer
 
 
 def learning_rate(done: float, total: float, peak: float, settings: OptimSettings) -> float:

@@ -9,7 +9,7 @@ As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features
 
 The last micro-batch is an exception: it keeps its graph in step 1 and needs no second forward, so a
 batch with only one micro-batch needs only one forward. The caller backpropagates the surrogate losses: engine.py for
-the trainer, with DeepSpeed, and own_loop.py for custom training loops, with DeepSpeed, DDP or FSDP2.
+the trainer, with DeepSpeed, and custom_loop.py for custom training loops, with DeepSpeed, DDP or FSDP2.
 """
 
 # Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.

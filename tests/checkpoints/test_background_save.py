@@ -191,7 +191,8 @@ def failing_writer(path: Path) -> None:
     assert not list((run.folder / CHECKPOINTS).glob(".step-*"))
     # If the saves keep failing, the run ends.
     config = load_config(
-        path, ["steps=8", "checkpoint.max_failed_saves=0", "name=ends", "log.tensorboard=false"]
+        path,
+        ["steps=8", "checkpoint.every_steps=1", "name=ends", "log.tensorboard=false"],
     )
     try:
         with ExitStack() as stack, pytest.raises(comm.AgreedError) as caught:

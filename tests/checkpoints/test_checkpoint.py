@@ -108,7 +108,6 @@ def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
         {
             "data__workers": 2,
             "data__prefetch": 9,
-            "data__worker_timeout_s": 1.0,
             "data__max_broken": 0.5,
         },
         {"model__activation_checkpointing": True, "model__compile": True},

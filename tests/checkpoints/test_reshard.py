@@ -63,10 +63,14 @@ def run_on(folder: Path, ranks: int, steps: int, resume: str | None, **changes: 
 
 
 def write_recipe(
-    folder: Path, name: str = "adamw", factory: str | None = None, **changes: Any
+    folder: Path,
+    name: str = "adamw",
+    factory: str | None = None,
+    elementwise: bool = False,
+    **changes: Any,
 ) -> Path:
-    optim: dict[str, Any] = {"name": name, "factory": factory, "muon_precision": "fp32"}
-    optim |= {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
+    optim: dict[str, Any] = {"name": name, "factory": factory, "elementwise": elementwise}
+    optim |= {"muon_precision": "fp32", "lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     optim["ema"] = {"decay": 0.9, "every_steps": 3}
     return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
 
@@ -205,10 +209,13 @@ def test_run_resumes_at_other_stages_and_world_sizes(whole: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "stages"),
-    [({"name": "lamb"}, (0, 0, 0)), ({"factory": "timm.optim:Adan"}, (1, 2, 0))],
+    [
+        ({"name": "lamb"}, (0, 0, 0)),
+        ({"factory": "timm.optim:Adan", "elementwise": True}, (1, 2, 0)),
+    ],
 )
 def test_state_in_parameter_groups_continues(
-    optimizer: dict[str, str], stages: tuple[int, ...], tmp_path: Path
+    optimizer: dict[str, Any], stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     whole, other = tmp_path / "whole", tmp_path / "other"
     for folder in (whole, other):

@@ -20,7 +20,7 @@ from disco_ds.config.ds_config import (
     find_ds_configs,
     precision,
     read_ds_config,
-    stage,
+    zero_stage,
 )
 from disco_ds.config.render import GRADIENT_BUCKET
 from helpers.minimal import MINIMAL, settings
@@ -56,7 +56,7 @@ def test_bundled_ds_config_is_rendered_whole_and_accepted_by_deepspeed(
     for path, value in leaves(given).items():
         assert leaves(rendered)[path] == value
     accepted = DeepSpeedConfig(copy.deepcopy(rendered))
-    assert accepted.zero_optimization_stage == stage(given) == int(name[4])
+    assert accepted.zero_optimization_stage == zero_stage(given) == int(name[4])
     assert accepted.gradient_clipping == 0.0
     assert (accepted.train_batch_size, accepted.gradient_accumulation_steps) == (64, 4)
     assert precision(given) == "autocast"
@@ -176,7 +176,7 @@ def test_refused_key_with_a_value_that_changes_nothing_is_accepted() -> None:
         "zero_optimization": {"stage": 1, "zero_quantized_weights": False},
         "bfloat16": {"enabled": False},
     }
-    assert stage(render_ds_config(settings(deepspeed=given), 1)) == 1
+    assert zero_stage(render_ds_config(settings(deepspeed=given), 1)) == 1
 
 
 @pytest.mark.parametrize("changes", [{"ratio": 0.5}, {"super_offload": True}])
@@ -237,7 +237,7 @@ def test_read_ds_config_path_beside_the_recipe_and_base(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | {"deepspeed": "mine.json"}))
-    assert stage(load_config(path).deepspeed) == 2
+    assert zero_stage(load_config(path).deepspeed) == 2
     entry = {"base": "mine.json", "zero_optimization": {"stage": 1}}
     path.write_text(yaml.safe_dump(MINIMAL | {"deepspeed": entry}))
     assert load_config(path).deepspeed == {"zero_optimization": {"stage": 1, "overlap_comm": True}}

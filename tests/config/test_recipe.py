@@ -16,7 +16,7 @@ from disco_ds.config.ds_config import (
     merge,
     precision,
     read_ds_config,
-    stage,
+    zero_stage,
 )
 from helpers.minimal import MINIMAL
 
@@ -185,7 +185,7 @@ def test_override_of_a_whole_mapping_leaves_what_others_put_into_it(recipe: Path
     one, other = load_config(recipe, words), load_config(recipe, words[::-1])
     assert one == other
     assert (one.data.augment.shift, one.data.augment.zoom, one.loss.name) == (0.2, 0.1, "inf_cl")
-    assert (stage(one.deepspeed), one.loss.options) == (2, {"tile": [4, 4]})
+    assert (zero_stage(one.deepspeed), one.loss.options) == (2, {"tile": [4, 4]})
 
 
 def test_override_leaves_its_neighbors_and_replaces_a_whole_mapping(recipe: Path) -> None:
@@ -235,7 +235,7 @@ def test_override_deep_into_the_named_ds_config(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | {"deepspeed": "zero2"}))
     config = load_config(path, ["deepspeed.torch_autocast.enabled=false"])
-    assert (stage(config.deepspeed), precision(config.deepspeed)) == (2, "fp32")
+    assert (zero_stage(config.deepspeed), precision(config.deepspeed)) == (2, "fp32")
     assert precision(load_config(path).deepspeed) == "autocast"
 
 

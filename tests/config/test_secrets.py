@@ -77,11 +77,3 @@ def test_variables_are_expanded_in_both_forms(monkeypatch: pytest.MonkeyPatch) -
     assert expand("x?t=$DISCO_TEST_SECRET&u=${DISCO_TEST_SECRET}/{0..9}") == "x?t=a$b&u=a$b/{0..9}"
     with pytest.raises(ValueError, match="DISCO_TEST_NONE is not set"):
         expand("$DISCO_TEST_NONE")
-
-
-def test_fetching_longer_than_the_timeout_of_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"742.5 s .*data.remote.tries=5.* timeout_s=600"):
-        load_config("quickstart", ["data.shards=s3://b/{0..9}.tar", "data.remote.timeout_s=120"])
-    assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 742.5
-    without = ["data.remote.timeout_s=120", "data.remote.prefetch_shards=0"]
-    assert load_config("quickstart", without).data.remote.longest_s == 622.5

@@ -35,7 +35,7 @@ RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
             "data.augment.rotate=3",
             r"unknown key data.augment.rotate; did you mean rotate_degrees\?",
         ),
-        ("data.zzz=3", "unknown key data.zzz; valid: source, shards"),
+        ("data.zzz=3", "unknown key data.zzz; valid: source, options, shards"),
     ],
 )
 def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) -> None:
@@ -214,9 +214,17 @@ def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
     assert load_config(path) == config
 
 
-def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.worker_timeout_s=300 must be below timeout_s=100"):
-        settings(timeout_s=100)
+def test_former_defaults_of_removed_settings_are_accepted() -> None:
+    """A run folder of an earlier version contains all settings."""
+    former = ["data.retry_s=60", "data.stages=null", "data.remote={tries: 5, timeout_s: 60.0}"]
+    assert load_config("quickstart", former) == load_config("quickstart")
+
+
+def test_timeouts_of_the_data_follow_from_the_timeout_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(settings(timeout_s=100).to_yaml(), encoding="utf-8")
+    data = load_config(path).data
+    assert (data.worker_timeout_s, data.retry_s, data.remote.timeout_s) == (50, 10, 10)
 
 
 def test_compile_at_zero_3_is_refused() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.config.data import DataSettings
 from disco_ds.data import DataError, Manifest, load_sources
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.remote.stores import Version, describe, read_version
 from disco_ds.data.sources.listing import list_shards
 from helpers.machine import many_open_files
-from helpers.remote import ALL, open_cache, remote
+from helpers.remote import ALL, fetching, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
 from helpers.waiting import wait_for
 from helpers.web import Server, serve
@@ -185,7 +185,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
         urls,
         names,
         [Version(7, "")] * len(names),
-        RemoteSettings(cache=tmp_path / "cache", tries=1),
+        fetching(tmp_path / "cache", tries=1),
     )
     with pytest.raises(DataError) as error:
         cache.open(2)
@@ -197,7 +197,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
 
 def test_command_is_read_by_a_process_with_many_open_files(tmp_path: Path) -> None:
     cache = ShardCache(
-        ["pipe:echo a shard"], ["0.tar"], [Version(8, "")], RemoteSettings(cache=tmp_path, tries=1)
+        ["pipe:echo a shard"], ["0.tar"], [Version(8, "")], fetching(tmp_path, tries=1)
     )
     with many_open_files(), cache.open(0) as file:
         assert file.fileno() >= 1024
@@ -211,11 +211,11 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
     for command, words in (
         (
             f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait",
-            "nothing for data.remote.timeout_s=0.3 s",
+            r"nothing for 0.3 s \(a tenth of timeout_s\)",
         ),
         (
             f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait",
-            "not exit within data.remote.timeout_s=0.3 s",
+            r"not exit within 0.3 s \(a tenth of timeout_s\)",
         ),
         (f"yes & echo $! >> {pids}; wait", r"[\d,]+ bytes .* manifest .*7;"),
     ):
@@ -223,7 +223,7 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
             [f"pipe:{command}"],
             ["0.tar"],
             [Version(7, "")],
-            RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3),
+            fetching(tmp_path, tries=1, timeout_s=0.3),
         )
         with pytest.raises(DataError, match=words):
             cache.open(0)
@@ -244,7 +244,7 @@ def test_body_of_unknown_or_excessive_length_is_refused(
     server.endless.add("/00000.tar")
     with pytest.raises(DataError, match="the server does not state the length of the content"):
         open_cache(shards, server.url, tmp_path / "cache", tries=1).open(0)
-    settings = RemoteSettings(tries=2, cache_gb=0.005)
+    settings = fetching(tmp_path / "cache", cache_gb=0.005)
     for url in (f"pipe:yes # {ALL}", "pipe:cat /dev/zero"):
         with (
             pytest.raises(DataError, match=r"data.remote.cache_gb.*\(0.005 GB\); tries: 1"),
@@ -256,7 +256,7 @@ def test_body_of_unknown_or_excessive_length_is_refused(
 def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_own_error(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """The fetch takes longer than data.worker_timeout_s, but each attempt is a sign of life."""
+    """The fetch takes longer than worker_timeout_s, but each attempt is a sign of life."""
     server.stalled.update(f"/{shard.name}" for shard in shards.shards)
     data = remote(
         f"{server.url}/{ALL}",
@@ -319,7 +319,7 @@ def test_size_is_read_from_a_server_that_refuses_head() -> None:
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/0.tar?sig=x"
         try:
-            assert read_version(url, RemoteSettings(tries=1, timeout_s=5)).bytes == 12345
+            assert read_version(url, fetching(Path(), tries=1, timeout_s=5.0)).bytes == 12345
         finally:
             server.shutdown()
             thread.join()

@@ -1,4 +1,4 @@
-"""data.uids, data.filter, data.stages and captions from lists: samples are dropped or changed, never the order."""
+"""data.uids, data.filter, data.transforms and captions from lists: samples are dropped or changed, never the order."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def fail() -> list[Any]:
             {"filter": {"score": {"min": 0.2, "max": 0.9}, "language": {"in": ["en"]}}},
             lambda i: 20 <= i <= 90 and i % 3,
         ),
-        ({"stages": f"{NAME}:keep_some"}, lambda i: i >= 50),
-        ({"stages": f"{NAME}:keep_all"}, lambda i: True),
+        ({"transforms": f"{NAME}:keep_some"}, lambda i: i >= 50),
+        ({"transforms": f"{NAME}:keep_all"}, lambda i: True),
     ],
 )
 def test_selected_samples_come_in_one_order_at_any_number_of_ranks(
@@ -159,10 +159,10 @@ def test_whole_shards_are_dropped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stages": f"{NAME}:shuffle"}, r"stage shuffle, which does not handle"),
-        ({"stages": f"{NAME}:batch"}, r"stage batched, which does not handle"),
-        ({"stages": f"{NAME}:fail"}, r"fail failed: RuntimeError: no file"),
-        ({"stages": f"{NAME}:none"}, r"has no none"),
+        ({"transforms": f"{NAME}:shuffle"}, r"stage shuffle, which does not handle"),
+        ({"transforms": f"{NAME}:batch"}, r"stage batched, which does not handle"),
+        ({"transforms": f"{NAME}:fail"}, r"fail failed: RuntimeError: no file"),
+        ({"transforms": f"{NAME}:none"}, r"has no none"),
         ({"uids": "/none.npy"}, r"/none.npy cannot be read as uids"),
     ],
 )
@@ -207,11 +207,11 @@ def test_items_of_several_lists_are_drawn_independently() -> None:
 
 
 def test_stages_get_the_key_and_the_shard_and_must_not_split(folder: Path) -> None:
-    selection = Selection.load(settings(folder, stages=f"{NAME}:keep_all"))
+    selection = Selection.load(settings(folder, transforms=f"{NAME}:keep_all"))
     assert selection is not None
     found = selection.apply({"txt": b"x"}, lambda: "part/0.tar/folder/key")
     assert found == {"__key__": "folder/key", "__url__": "part/0.tar", "txt": b"x"}
-    selection = Selection.load(settings(folder, stages=f"{NAME}:split"))
+    selection = Selection.load(settings(folder, transforms=f"{NAME}:split"))
     assert selection is not None
     with pytest.raises(ValueError, match="one dictionary for each sample"):
         selection.apply({"txt": b"x"}, lambda: "0.tar/key")

@@ -37,7 +37,7 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
                 sleep_for_ever()
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    sys.exit(main(["train", "--config", str(path), "timeout_s=20", "data.worker_timeout_s=15"]))
+    sys.exit(main(["train", "--config", str(path), "timeout_s=20"]))
 
 
 def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None:

@@ -15,20 +15,20 @@ from helpers.shards import settings
 ALL = "{00000..00007}.tar"
 
 
+def fetching(
+    cache: Path, tries: int = 2, timeout_s: float = 20.0, **changes: Any
+) -> RemoteSettings:
+    derived = {"tries": tries, "timeout_s": timeout_s}
+    return RemoteSettings(cache=cache, **changes).model_copy(update=derived)
+
+
 def remote(shards: str, manifest: Path | None, cache: Path, **changes: Any) -> DataSettings:
-    own = {
-        "pipe": True,
-        "cache": cache,
-        "tries": 2,
-        "timeout_s": 20.0,
-        **changes.pop("remote", {}),
-    }
+    own = fetching(cache, **{"pipe": True, **changes.pop("remote", {})})
     return settings(shards, manifest=manifest, remote=own, **changes)
 
 
 def open_cache(shards: Manifest, url: str, folder: Path, **changes: Any) -> ShardCache:
     names = [shard.name for shard in shards.shards]
     urls = [f"{url}/{name}" for name in names]
-    options = RemoteSettings(**{"cache": folder, "tries": 2, "timeout_s": 20.0, **changes})
     versions = [Version(shard.bytes, shard.tag) for shard in shards.shards]
-    return ShardCache(urls, names, versions, options)
+    return ShardCache(urls, names, versions, fetching(folder, **changes))

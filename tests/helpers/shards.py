@@ -110,10 +110,11 @@ def write_shards(
     return manifest
 
 
-def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
-    return DataSettings(
-        **{"shards": str(folder), "workers": 0, "window": 5, "worker_timeout_s": 240.0, **changes}
-    )
+def settings(
+    folder: Path | str = "unused", worker_timeout_s: float = 240.0, **changes: Any
+) -> DataSettings:
+    data = DataSettings(**{"shards": str(folder), "workers": 0, "window": 5, **changes})
+    return data.model_copy(update={"worker_timeout_s": worker_timeout_s})
 
 
 def make_loader(

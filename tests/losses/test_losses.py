@@ -12,7 +12,7 @@ import torch
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
 from disco_ds.losses.base import Loss
-from helpers.all_losses import LOSSES, TILE, TILED, evaluate
+from helpers.all_losses import LOSSES, TILED, evaluate
 from helpers.dist import run_ranks
 from helpers.fastclip_oracle import PRESETS
 from helpers.oracle import Answer, errors, features, infonce, naive
@@ -95,11 +95,6 @@ def half_products() -> list[str]:
                         failures.append(
                             f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}"
                         )
-            stored = errors(
-                evaluate("disco_fused", TILE | {"store": True}, image, text, scale), true, scale
-            )
-            if not max(stored.values()) <= 2**-7:  # a few roundings to bf16
-                failures.append(f"stored exponentials s {scale} {kind}: {stored}")
     return failures
 
 

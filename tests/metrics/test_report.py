@@ -125,7 +125,7 @@ def test_curves_of_a_short_or_damaged_record(lines, seen, warning, tmp_path, cap
     picture = pixels(write_report(write(tmp_path, *lines)))
     assert picture.shape == (770, 1540, 4)
     # The first curve of a panel is blue; without in-batch accuracies that is the evaluation set's.
-    loss, accuracy = (picture[:385, left : left + 510, :3] for left in (0, 515))
+    loss, accuracy = picture[:385, :510, :3], picture[385:770, 1030:, :3]
     assert [(panel == (0, 0x72, 0xB2)).all(axis=-1).any() for panel in (loss, accuracy)] == seen
     assert [record.message for record in caplog.records] == (
         [f"{tmp_path / METRICS_FILE}: {warning}"] if warning else []

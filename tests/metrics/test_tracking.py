@@ -86,7 +86,7 @@ def wandb_recipe(folder: Path, **changes: Any) -> Path:
     """Write a recipe of two steps, logged to W&B, with an evaluation on the bundled images."""
     log = {
         "every_steps": 1,
-        "wandb": {"project": "clip", "name": "one", "group": "tiny", "entity": "team"},
+        "wandb": {"project": "clip"},
     }
     labeled = {"labeled": {"unseen": "bundled:emoji/unseen"}, "label_key": "{json[caption]}"}
     return recipe(folder, **{"steps": 2, "log": log, "eval": labeled, **changes})
@@ -168,8 +168,8 @@ def new_and_extended(path: Path, folder: Path) -> None:
     run = train(path)
     if os.environ["RANK"] == "0":
         look_at_new_run(path, run)
-    # The extended run keeps its id; without a setting its name is the folder's.
-    assert train(path, "steps=3", "log.wandb.name=null", resume=run) == run
+    # The extended run keeps its id, and its name is the folder's.
+    assert train(path, "steps=3", resume=run) == run
     if os.environ["RANK"] == "0":
         (init,) = called("init")
         assert (init["id"], init["name"]) == ("id-of-wandb", "tiny")
@@ -180,9 +180,7 @@ def look_at_new_run(path: Path, run: Path) -> None:
     (init,), made = called("init"), called()
     given = {
         "project": "clip",
-        "name": "one",
-        "group": "tiny",
-        "entity": "team",
+        "name": "tiny",
         "dir": str(run),
         "id": None,
     }
@@ -294,7 +292,7 @@ def test_blocks_of_the_manual_are_settings() -> None:
         r"```yaml\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.DOTALL
     )
     first, second = (yaml.safe_load(block) for block in blocks)
-    assert settings(**first).log.wandb.entity == "my-team"
+    assert settings(**first).log.wandb.project == "clip"
     read = read_ds_config(second["deepspeed"], ROOT)
     assert (
         second["deepspeed"]["comet"].items()

@@ -22,7 +22,7 @@ from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import Texts, build_model, read_preprocessing
 from disco_ds.models.fast import describe_parts, find_counter, replace_parts
-from disco_ds.models.fast.attention import packed_attention, short_attention
+from disco_ds.models.fast.attention import sequence_attention
 from disco_ds.models.fast.blocks import Block, Patches
 from disco_ds.models.fast.texts import MAX_ROWS, fits_kernels, pack
 from disco_ds.models.flops import count_flops
@@ -464,8 +464,8 @@ def test_operators_can_be_traced_and_differentiated() -> None:
     *_, packing = pack(text, np.array([2, 9, 4]))
     qkv = torch.randn(len(packing.segments), 3, 2, 4, dtype=torch.float64, requires_grad=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(packed_attention, (qkv, *packing), test_utils=tests)
-    assert torch.autograd.gradcheck(lambda x: packed_attention(x, *packing), qkv)
+    torch.library.opcheck(sequence_attention, (qkv, 0, True, *packing), test_utils=tests)
+    assert torch.autograd.gradcheck(lambda x: sequence_attention(x, 0, True, *packing), qkv)
     with torch.device("meta"):
-        x = torch.empty(2, 50, 3, 4, 8, requires_grad=True)
-        assert short_attention(x, False).shape == (2, 50, 32)
+        x = torch.empty(100, 3, 4, 8, requires_grad=True)
+        assert sequence_attention(x, 50, False).shape == (100, 32)

@@ -20,10 +20,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {}),
     ("disco", {}),
     *((name, TILE) for name in list_losses() if name not in ("clip", "disco")),
-    ("disco_fused", {**TILE, "store": True}),
     ("inf_cl", {**TILE, "comm_dtype": "bf16"}),
     ("nt_xent", {**TILE, "ring": True}),
-    ("fastclip_v2", {**TILE, "gather_both": True}),
     ("disco", {"teacher_weight": 0.5}),
     *((name, {**TILE, "teacher_weight": 0.5}) for name in ("disco_fused", "inf_cl", "siglip")),
     # Tiles of which torch processes strips:

@@ -224,7 +224,7 @@ def test_run_killed_near_a_border_resumes_as_if_uninterrupted(
         tmp_path / "run",
         DROPOUT,
         deepspeed={"base": f"zero{stage}", "torch_autocast": {"enabled": False}},
-        optim=OPTIM | {"factory": "helpers.stage_optimizers:AdamWUntilKilled"},
+        optim=OPTIM | {"factory": "helpers.stage_optimizers:AdamWUntilKilled", "elementwise": True},
         checkpoint={"every_steps": 3, "asynchronous": False, "keep_last": 20},
     )
     runs = path.parent / "runs"
@@ -320,7 +320,8 @@ def train_over_a_border(folder: Path) -> None:
     checkpoint = {"every_steps": 0, "copy_command": f"sh -c '{script}' {{path}} {{name}}"}
 
     def train(name: str, **checkpoint: Any) -> None:
-        optim = {"factory": f"helpers.stage_optimizers:{name}", "lr": 1e-3, "warmup_steps": 0}
+        optim = {"lr": 1e-3, "warmup_steps": 0, "elementwise": True}
+        optim["factory"] = f"helpers.stage_optimizers:{name}"
         path = write(folder / name, stages, optim=optim, checkpoint=checkpoint)
         run_training(load_config(path))
 

@@ -143,8 +143,7 @@ class _Reader:
             OSError: If a shard cannot be read.
         """
         job = self._job
-        # The trainer considers a worker hung if it is silent for worker_timeout_s, so retries must end earlier.
-        patience_s = min(job.settings.retry_s, job.settings.worker_timeout_s / 2)
+        patience_s = job.settings.retry_s
         source, slot = job.order.split(stream)
         order, samples = job.order.orders[source], job.samples[source]
         epoch, offset = self.cursor[stream]
@@ -178,16 +177,16 @@ class _Reader:
             if skipped == _MANY_SKIPPED:
                 warnings.warn(
                     f"stream {stream} has no usable sample among its last {skipped:,} samples; check data.filter, "
-                    "data.uids and data.stages",
+                    "data.uids and data.transforms",
                     stacklevel=2,
                 )
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
             fewest = max(_SPARE_BROKEN, order.searched_samples)
             if skipped >= fewest and epoch - begin > order.searched_epochs:
                 raise DataError(
-                    f"stream {stream} has no usable sample among its last {skipped} samples. While this micro-batch "
-                    f"was read, {part.dropped} samples were dropped: data.filter, data.uids or data.stages excluded "
-                    "them, or the manifest counts more samples than their shards contain. The last broken samples: "
+                    f"stream {stream} has no usable sample among its last {skipped} samples. While this "
+                    f"micro-batch was read, data.filter, data.uids or data.transforms excluded {part.dropped} samples,"
+                    " or the manifest counts more samples than their shards contain. The last broken samples: "
                     f"{'; '.join(self._last) or 'none'}"
                 )
 

@@ -112,8 +112,8 @@ class Worker:
             while not self._connection.poll(self._timeout_s):
                 if progressed == (progressed := self._at[-1]):
                     raise DataError(
-                        f"{self._name} (pid {self.pid}) was silent for data.worker_timeout_s={self._timeout_s:g} s"
-                        f"{self._where()}; look for a stalled file system, or raise data.worker_timeout_s"
+                        f"{self._name} (pid {self.pid}) was silent for {self._timeout_s:g} s (half of timeout_s)"
+                        f"{self._where()}; look for a stalled file system, or raise timeout_s"
                     )
             answer = self._connection.recv()
         except (EOFError, OSError):

@@ -167,7 +167,7 @@ def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None
         command, shell=True, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
     ) as process:
         assert process.stdout is not None
-        limit = f"data.remote.timeout_s={timeout_s:g} s"
+        limit = f"{timeout_s:g} s (a tenth of timeout_s)"
         try:
             block = b" "
             while block:

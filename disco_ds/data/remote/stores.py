@@ -27,7 +27,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from disco_ds.config.data import MAX_JITTER, PIPE, RemoteSettings
+from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.config.secrets import expand
 
 T = TypeVar("T")
@@ -258,8 +258,8 @@ def pause(number: int, settings: RemoteSettings) -> None:
     if number:
         # If many processes fail at the same time, random pauses keep them from retrying at the same time. SystemRandom
         # does not change the state of the trainer's random generator.
-        jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
-        time.sleep(settings.pause_s(number) * jitter)
+        jitter = random.SystemRandom().uniform(0.5, 1.5)
+        time.sleep(min(2.0 ** (number - 1), settings.timeout_s / 1.5) * jitter)
 
 
 def describe(place: str) -> str:

@@ -79,7 +79,7 @@ class Table(Source):
             with open(path, "rb") as file:
                 first = file.readline()
                 heading = first.decode("utf-8-sig")  # Excel writes a byte order mark
-                separator = settings.csv_separator or ("\t" if "\t" in heading else ",")
+                separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
                 columns = next(csv.reader([heading], delimiter=separator), [])
                 starts, fingerprint = _find_rows(file, separator, first)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -93,8 +93,7 @@ class Table(Source):
             raise ValueError(
                 f"{path} has the columns {', '.join(columns)}, but data.image_key is {settings.image_key} and "
                 f"data.captions and data.group_by name {', '.join(sorted(fields))}; change these settings, for example "
-                "to data.image_key=filepath "
-                "data.captions={'{title}': 1}, or set data.csv_separator=';'"
+                "to data.image_key=filepath data.captions={'{title}': 1}"
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no rows below its column names")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from disco_ds.config.data import DataSettings, SourceSettings, is_remote
+from disco_ds.config.data import DataSettings, SampleSettings, is_remote
 from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS
 from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
@@ -44,7 +44,7 @@ def load_sources(settings: DataSettings) -> list[Source]:
     return found
 
 
-def _load(part: SourceSettings, settings: DataSettings) -> Source:
+def _load(part: SampleSettings, settings: DataSettings) -> Source:
     if part.source == "synthetic":
         return SyntheticSource(settings.num_samples)
     if part.shards is None or part.source != "shards":
@@ -144,7 +144,9 @@ def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed:
 
 def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
     """Return the weight of every source: its setting or, if that is null, its number of samples."""
-    parts = zip(settings.parts, sources, strict=True)
+    if len(sources) == 1:
+        return [1.0]
+    parts = zip(settings.sources or (), sources, strict=True)
     return [part.weight or source.num_samples for part, source in parts]
 
 

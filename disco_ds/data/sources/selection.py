@@ -1,4 +1,4 @@
-"""Selection and preparation of samples: data.uids, data.filter and data.stages, applied to one sample at a time.
+"""Selection and preparation of samples: data.uids, data.filter and data.transforms, applied to one sample at a time.
 
 A sample that they leave out is dropped: the slot's next sample takes its place, and the dropped sample does not count
 as broken. Stages that join or reorder samples, such as webdataset's batched and shuffle, are refused, because they
@@ -43,7 +43,7 @@ class Selection:
     Args:
         uids: Sorted uids of the samples to keep, [n] of the type (u8, u8); None keeps all.
         rules: The rule for each field, see data.filter.
-        stages: The stages that the function in data.stages returned.
+        stages: The stages that the function in data.transforms returned.
     """
 
     uids: np.ndarray | None
@@ -52,16 +52,16 @@ class Selection:
 
     @classmethod
     def load(cls, settings: DataSettings) -> Selection | None:
-        """Load the selection of a source, or return None if none of data.uids, data.filter and data.stages is set.
+        """Load the selection of a source, or return None if none of data.uids, data.filter and data.transforms is set.
 
         Raises:
             ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the file
                 or the function.
         """
-        if not (settings.uids or settings.filter or settings.stages):
+        if not (settings.uids or settings.filter or settings.transforms):
             return None
         uids = read_uids(settings.uids) if settings.uids else None
-        stages = load_stages(settings.stages) if settings.stages else ()
+        stages = load_stages(settings.transforms) if settings.transforms else ()
         return cls(uids, settings.filter, stages)
 
     def apply(self, members: Members, name: Callable[[], str]) -> Members:
@@ -94,14 +94,16 @@ class Selection:
             samples = stage(iter(samples))
         found = list(islice(samples, 2))
         if not found:
-            raise DroppedSample("data.stages dropped it")
+            raise DroppedSample("data.transforms dropped it")
         if len(found) > 1 or not isinstance(found[0], dict):
-            raise ValueError("data.stages must return one dictionary for each sample, or drop it")
+            raise ValueError(
+                "data.transforms must return one dictionary for each sample, or drop it"
+            )
         return found[0]
 
 
 def load_stages(function: str) -> tuple[Stage, ...]:
-    """Call the function that data.stages names, and return its stages.
+    """Call the function that data.transforms names, and return its stages.
 
     Raises:
         ValueError: If it cannot be imported, fails, does not return a list of stages, or returns a stage that joins

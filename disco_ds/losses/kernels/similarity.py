@@ -214,13 +214,12 @@ def raise_maxima(
         torch.maximum(total[0, part], new.double(), out=total[0, part])
 
 
-def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) -> Sums:
+def softmax_sums(block: Block, maxima: bool = True) -> Sums:
     """Sum exponentials over each row and each column, computing the similarities only once.
 
     Args:
         block: The similarities.
         maxima: Also find the largest exponents.
-        kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient. Only for blocks with a shift.
 
     Source: docs/losses.md sections 1 to 3.
     """
@@ -245,8 +244,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
             torch.logaddexp(row_sum[i], in_rows.double(), out=row_sum[i])
             torch.logaddexp(column_sum[j], in_columns.double(), out=column_sum[j])
         else:
-            keep = None if kept is None else kept[i, j]
-            in_rows, in_columns, *tops = tiles.exp_sums(tile, row_scale[:1], shift, keep, maxima)
+            in_rows, in_columns, *tops = tiles.exp_sums(tile, row_scale[:1], shift, maxima)
             row_sum[i] += in_rows
             column_sum[j] += in_columns
         raise_maxima(largest, (i, j), tops)
@@ -313,7 +311,6 @@ class _Weights:
         self,
         i: slice,
         j: slice,
-        kept: Tensor | None = None,
         moments: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tile, Tensor]:
         """Return the tile of rows i and columns j, and its weights, rounded for use in a matrix multiplication."""
@@ -322,8 +319,6 @@ class _Weights:
         if shift is None:
             parts = None if moments is None else (moments[0][i], moments[1][j])
             W = tiles.log_weights(tile, self.row_scale[i], self.column_scale[j], a, beta, parts)
-        elif kept is not None:
-            W = tiles.kept_weights(kept[i, j], a, beta, self.block.tiling, tile.out)
         else:
             W = tiles.exp_weights(tile, self.row_scale[:1], shift, a, beta)
         return tile, W
@@ -335,7 +330,6 @@ def softmax_gradient(
     column_shift: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
-    kept: Tensor | None = None,
     moments: tuple[Tensor, Tensor] | None = None,
     targets: Sequence[Target] = (),
     taught: Tensor | None = None,
@@ -353,7 +347,6 @@ def softmax_gradient(
         column_shift: [m] float64.
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
-        kept: The exponentials that softmax_sums stored. None: compute them again.
         moments: ([n], [m]), only for blocks without a shift. gain x (first term of W_ij) x <row i, column j>, summed
             over each row, is added to the first vector. gain x (second term of W_ij) x <row i, column j>, summed over
             each column, is added to the second vector.
@@ -365,7 +358,7 @@ def softmax_gradient(
     teachers = [_Weights(t.block, t.row_shift, t.column_shift, t.weight) for t in targets]
     for i, j in block.cut():
         # Ordinary torch matrix multiplications. The weights of only one tile (of each model) exist at a time.
-        tile, W = student.compute(i, j, kept, moments)
+        tile, W = student.compute(i, j, moments)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
         for target, teacher in zip(targets, teachers, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.losses.kernels.tiles import Tile, Tiling
+from disco_ds.losses.kernels.tiles import Tile
 
 STRIP = 2**17
 """Number of elements of a tile that are processed at a time on a CPU, so that they stay in its cache."""
@@ -47,7 +47,7 @@ def cosines(tile: Tile) -> Tensor:
 
 
 def exp_sums(
-    tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
+    tile: Tile, scale: Tensor, shift: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Sum E = exp(x - shift) over each row and each column, and find the largest x of each row and column.
 
@@ -55,7 +55,6 @@ def exp_sums(
         tile: The tile; `out` must be given.
         scale: [1].
         shift: [1].
-        keep: [n, m], receives E, rounded to the dtype of `keep`; None: E is not kept.
         maxima: Find the maxima.
 
     Returns:
@@ -73,8 +72,6 @@ def exp_sums(
             torch.maximum(column_max, e.amax(0), out=column_max)
         torch.sum(subtract(e).exp_(), 1, out=row_sum[part])
         column_sum += e.sum(0)
-        if keep is not None:
-            keep[part].copy_(e)
     return row_sum, column_sum, *((row_max, column_max) if maxima else (None, None))
 
 
@@ -96,13 +93,6 @@ def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tenso
     for part in strips(x):
         subtract(x[part].mul_(scale)).exp_().mul_(a[part, None] + beta)
     return tile.tiling.round(x)
-
-
-def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
-    """Compute the result of exp_weights from the exponentials e that exp_sums kept."""
-    for part in strips(out):
-        out[part].copy_(e[part]).mul_(a[part, None] + beta)
-    return tiling.round(out)
 
 
 def log_sums(

@@ -1,7 +1,7 @@
 """The Triton kernels and their block sizes.
 
-There is one kernel for each operation on a tile. All but kept_weights_kernel multiply matrices and then apply an
-epilogue. Kernels for sums write nothing as large as the tile, unless the exponentials are kept. Kernels for weights
+There is one kernel for each operation on a tile. Each multiplies matrices and then applies an
+epilogue. Kernels for sums write nothing as large as the tile. Kernels for weights
 write each tile of weights once. The tile is then an operand of ordinary torch matrix multiplications (docs/losses.md
 section 3). Exponentials are computed as powers of two, for which the hardware has an instruction. There are no atomics,
 so equal block sizes give bitwise equal results. In this package, only triton_tiles.py imports this file.
@@ -300,19 +300,17 @@ def _store_tile(
         tl.store(at, x.to(out.dtype.element_ty), mask=(rows[:, None] < n) & (columns[None, :] < m))
 
 
-@_tuned("KEEP")
+@_tuned()
 @_jit
 def exp_sums_kernel(
     r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
-    scale, shift, out, out_row, row_sum, column_sum, row_max, column_max,
-    KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
+    scale, shift, row_sum, column_sum, row_max, column_max,
+    MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr = False,
 ):  # fmt: skip
     """Compute torch_tiles.exp_sums: each block stores partial results for its rows and columns."""
     r, c = _factors(r, c, n, m, D, r_row, c_row, BLOCK_M, BLOCK_N, WIDTH_BYTES, PERSISTENT)
-    if KEEP:
-        out = _memory(out, n, m, out_row, BLOCK_M, BLOCK_N, PERSISTENT)
     start, stop, step = _blocks(n, m, BLOCK_M, BLOCK_N, PERSISTENT)
     for block in tl.range(start, stop, step, flatten=PERSISTENT):
         x, rows, columns, i, j = _cosines(
@@ -326,8 +324,6 @@ def exp_sums_kernel(
             )
         x = tl.exp2(x * (s * LOG2_E) - tl.load(shift) * LOG2_E)
         _store_parts(tl.sum(x, 1), tl.sum(x, 0), row_sum, column_sum, rows, columns, i, j, n, m)
-        if KEEP:
-            _store_tile(out, out_row, x, rows, columns, i, j, n, m, "ieee", PERSISTENT)
 
 
 @_tuned()
@@ -482,42 +478,6 @@ def sigmoid_weights_kernel(
         tl.store(loss + block, tl.sum(tl.maximum(z, 0.0) + _log1p(e)))
         tl.store(weight + block, tl.sum(sigmoid))
         _store_tile(out, m, sigmoid * gain, rows, columns, i, j, n, m, PRECISION, PERSISTENT)
-
-
-@triton.jit
-def kept_weights_kernel(
-    kept,
-    kept_row,
-    a,
-    beta,
-    out,
-    n,
-    m,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Compute out_ij = kept_ij (a_i + beta_j). Memory bandwidth limits the speed, so no block sizes are timed."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (rows[:, None] < n) & (columns[None, :] < m)
-    at = kept + rows.to(tl.int64)[:, None] * kept_row + columns[None, :]
-    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
-    of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
-    _store_tile(
-        out,
-        m,
-        e * (of_rows[:, None] + of_columns[None, :]),
-        rows,
-        columns,
-        0,
-        0,
-        n,
-        m,
-        PRECISION,
-        False,
-    )
 
 
 KERNELS = [

@@ -25,21 +25,17 @@ from torch import Tensor
 from disco_ds.losses.kernels import triton_kernels as kernels
 from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling, count_multiprocessors
 
-KEPT_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 256}
-
 
 def exp_sums(
-    tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
+    tile: Tile, scale: Tensor, shift: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute torch_tiles.exp_sums without writing to tile.out."""
     row_sum, column_sum = _partial_vectors(tile)
     row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
-    kept = row_sum if keep is None else keep
     rows, columns = _launch(
         kernels.exp_sums_kernel, tile,
-        scale, shift.float(), kept, kept.stride(0), row_sum, column_sum, row_max, column_max,
-        persistent=_can_describe(tile.r, tile.c, *([] if keep is None else [keep])),
-        KEEP=keep is not None, MAXIMA=maxima,
+        scale, shift.float(), row_sum, column_sum, row_max, column_max,
+        persistent=_can_describe(tile.r, tile.c), MAXIMA=maxima,
     )  # fmt: skip
     sums = (
         row_sum[:columns].sum(0, dtype=torch.float64),
@@ -56,17 +52,6 @@ def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tenso
         kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta, persistent=persistent
     )  # fmt: skip
     return tile.out
-
-
-def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
-    """Compute torch_tiles.kept_weights in `out`."""
-    n, m = e.shape
-    grid = triton.cdiv(n, KEPT_BLOCK["BLOCK_M"]), triton.cdiv(m, KEPT_BLOCK["BLOCK_N"])
-    with torch.cuda.device_of(out):
-        kernels.kept_weights_kernel[grid](
-            e, e.stride(0), a, beta, out, n, m, PRECISION=_precision(tiling), **KEPT_BLOCK
-        )
-    return out
 
 
 def log_sums(
@@ -135,7 +120,7 @@ def try_out(device: torch.device, precision: Precision) -> None:
     scale = torch.ones(128, device=device)
     x = tiling.round(torch.zeros(128, 128, device=device))
     tile = Tile(x, x, 0, tiling, torch.empty_like(x))
-    exp_sums(tile, scale[:1], shift, None, True)
+    exp_sums(tile, scale[:1], shift, True)
     exp_weights(tile, scale[:1], shift, scale, scale)
     torch.cuda.synchronize(device)  # raises the errors of the launches
 

@@ -1,8 +1,8 @@
 """Self-attention that computes q, k and v with one matrix product, for sequences of equal length and packed texts.
 
 The parameters are those of nn.MultiheadAttention and of open_clip's Attention, with the same names. Packed texts are
-the tokens of many texts in one tensor, without padding; texts.py packs them. Their attention is a custom operator, so
-that torch.compile does not trace into it, and compiles one graph for any number of tokens.
+the tokens of many texts in one tensor, without padding; texts.py packs them. Attention is a custom operator, so that
+torch.compile does not trace into it, and compiles one graph for any number of tokens.
 """
 
 # B images of S tokens, or T packed tokens; H heads of width D, H * D = C.
@@ -60,13 +60,14 @@ class Attention(nn.Module):
         heads = 3, self.num_heads, width // self.num_heads
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(*shape, *heads)
         if packing is not None:
-            return self.out_proj(packed_attention(qkv, *packing))
+            return self.out_proj(sequence_attention(qkv, 0, True, *packing))
         # A block that both towers share gets no mask for images.
         causal = self.causal and mask is not None
         if causal:
             mask = None
         if mask is None and is_fast(qkv):
-            return self.out_proj(short_attention(qkv, causal))
+            out = sequence_attention(qkv.flatten(0, 1), x.shape[1], causal)
+            return self.out_proj(out.view(x.shape))
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (-1, self.num_heads))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -101,39 +102,36 @@ def has_kernel(device: torch.device) -> bool:
     return capability >= (8, 0) and is_fenced
 
 
-# The operators define their backward explicitly, because autograd records nothing inside a custom operator.
+# The operator defines its backward explicitly, because autograd records nothing inside a custom operator.
 
 
-@torch.library.custom_op("disco_ds::short_attention", mutates_args=())
-def short_attention(qkv: Tensor, causal: bool) -> Tensor:
-    """Attend within each sequence of qkv, [B, S, 3, H, D], with a Triton kernel. Return [B, S, C]."""
-    from disco_ds.models.fast import tile_kernels
+@torch.library.custom_op("disco_ds::sequence_attention", mutates_args=())
+def sequence_attention(
+    qkv: Tensor,
+    length: int,
+    causal: bool,
+    groups: Tensor | None = None,
+    tiles: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Attend within each sequence, with a Triton kernel or, for packed texts on a CPU, with torch.
 
-    S = qkv.shape[1]
-    out = tile_kernels.attend(qkv.contiguous().flatten(0, 1), None, None, S, causal, _fit(S))
-    return out.view(*qkv.shape[:2], -1)
+    Args:
+        qkv: [T, 3, H, D].
+        length: Number of rows of each sequence, at most MAX_ROWS; 0 for packed texts.
+        causal: Whether a token attends only to itself and to earlier tokens. Packed texts are always causal.
+        groups: See Packing. None: sequences of equal length.
+        tiles: See Packing. The Triton kernel takes no text that is longer than MAX_ROWS.
+        segments: See Packing.
 
-
-@torch.library.custom_op("disco_ds::short_attention_backward", mutates_args=())
-def _short_backward(grad: Tensor, qkv: Tensor, causal: bool) -> Tensor:
-    from disco_ds.models.fast import tile_kernels
-
-    S = qkv.shape[1]
-    rows = qkv.contiguous().flatten(0, 1)
-    found = tile_kernels.backpropagate(grad.flatten(0, 1), rows, None, None, S, causal, _fit(S))
-    return found.view(qkv.shape)
-
-
-@torch.library.custom_op("disco_ds::packed_attention", mutates_args=())
-def packed_attention(qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
-    """Attend causally within each text of qkv, [T, 3, H, D]; see Packing. Return [T, C].
-
-    On a GPU, a Triton kernel computes it; no text may be longer than MAX_ROWS.
+    Returns:
+        [T, C].
     """
-    if qkv.is_cuda:
+    if groups is None or qkv.is_cuda:
         from disco_ds.models.fast import tile_kernels
 
-        return tile_kernels.attend(qkv.contiguous(), tiles, segments, 0, True, MAX_ROWS)
+        qkv = qkv.contiguous()
+        return tile_kernels.attend(qkv, tiles, segments, length, causal, _fit(length))
     T, _, H, D = qkv.shape
     out = qkv.new_empty(T, H * D)
     for rows, (count, length) in _split(groups):
@@ -143,16 +141,21 @@ def packed_attention(qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tenso
     return out
 
 
-@torch.library.custom_op("disco_ds::packed_attention_backward", mutates_args=())
-def _packed_backward(
-    grad: Tensor, qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor
+@torch.library.custom_op("disco_ds::sequence_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    qkv: Tensor,
+    length: int,
+    causal: bool,
+    groups: Tensor | None,
+    tiles: Tensor | None,
+    segments: Tensor | None,
 ) -> Tensor:
-    if qkv.is_cuda:
+    if groups is None or qkv.is_cuda:
         from disco_ds.models.fast import tile_kernels
 
-        return tile_kernels.backpropagate(
-            grad, qkv.contiguous(), tiles, segments, 0, True, MAX_ROWS
-        )
+        qkv = qkv.contiguous()
+        return tile_kernels.backpropagate(grad, qkv, tiles, segments, length, causal, _fit(length))
     _, _, H, D = qkv.shape
     found = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     for rows, (count, length) in _split(groups):
@@ -180,56 +183,41 @@ def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
 
 
 def _fit(length: int) -> int:
-    """Return the number of rows of a tile for a sequence of this length."""
-    return max(16, 1 << (length - 1).bit_length())
+    """Return the number of rows of a tile: a power of two that fits this length; MAX_ROWS for packed texts."""
+    return max(16, 1 << ((length or MAX_ROWS) - 1).bit_length())
 
 
-@short_attention.register_fake
-def _(qkv: Tensor, causal: bool) -> Tensor:
-    return qkv.new_empty(*qkv.shape[:2], qkv.shape[3] * qkv.shape[4])
-
-
-@packed_attention.register_fake
-def _(qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
+@sequence_attention.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
 
 
-@_short_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, causal: bool) -> Tensor:
+@_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-@_packed_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, groups: Tensor, tiles: Tensor, segments: Tensor) -> Tensor:
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, ctx.length, ctx.causal, *packing = inputs
+    ctx.save_for_backward(qkv, *packing)
 
 
-def _keep_short(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv, ctx.causal = inputs
-    ctx.save_for_backward(qkv)
+def _backpropagate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, *packing = ctx.saved_tensors
+    return _backward(grad, qkv, ctx.length, ctx.causal, *packing), None, None, None, None, None
 
 
-def _keep_packed(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+sequence_attention.register_autograd(_backpropagate, setup_context=_keep)
 
 
-short_attention.register_autograd(
-    lambda ctx, grad: (_short_backward(grad, *ctx.saved_tensors, ctx.causal), None),
-    setup_context=_keep_short,
-)
-packed_attention.register_autograd(
-    lambda ctx, grad: (_packed_backward(grad, *ctx.saved_tensors), None, None, None),
-    setup_context=_keep_packed,
-)
+# The operations of packed texts, whose length is 0 here, are not counted.
+@register_flop_formula(torch.ops.disco_ds.sequence_attention)
+def _(qkv: Any, length: int, *_: Any, **__: Any) -> int:
+    T, _, H, D = qkv
+    return 4 * T * length * H * D
 
 
-@register_flop_formula(torch.ops.disco_ds.short_attention)
-def _(qkv: Any, *_: Any, **__: Any) -> int:
-    B, S, _, H, D = qkv
-    return 4 * B * S * S * H * D
-
-
-@register_flop_formula(torch.ops.disco_ds.short_attention_backward)
-def _(grad: Any, qkv: Any, *_: Any, **__: Any) -> int:
-    B, S, _, H, D = qkv
-    return 10 * B * S * S * H * D
+@register_flop_formula(torch.ops.disco_ds.sequence_attention_backward)
+def _(grad: Any, qkv: Any, length: int, *_: Any, **__: Any) -> int:
+    T, _, H, D = qkv
+    return 10 * T * length * H * D

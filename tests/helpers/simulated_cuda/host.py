@@ -205,14 +205,14 @@ def _innermost() -> FrameType | None:
 
 
 def _place() -> str:
-    """`file.py function` of ours, `deepspeed/file.py:line` of DeepSpeed's."""
+    """`file.py function`, with `deepspeed/` before those of DeepSpeed."""
     frame = _innermost()
     if frame is None:
         return "?"
     path = frame.f_code.co_filename
     if path.startswith(OURS):
         return f"{path.removeprefix(OURS)} {frame.f_code.co_name}"
-    return f"deepspeed/{path.removeprefix(DEEPSPEED)}:{frame.f_lineno}"
+    return f"deepspeed/{path.removeprefix(DEEPSPEED)} {frame.f_code.co_name}"
 
 
 def _as_meta(x: FakeTensor) -> tuple[Any, tuple[()]]:
@@ -310,13 +310,6 @@ def _replace(host: Host) -> None:
         """A state is made of values: only its kind is looked at."""
         assert (state.device.type, state.dtype) == ("cpu", torch.uint8)
 
-    def load(*args: Any, map_location: Any = None, **options: Any) -> Any:
-        """Fake tensors go to devices with a name; DeepSpeed's functions leave all on the host."""
-        return real_load(
-            *args, map_location="cpu" if callable(map_location) else map_location, **options
-        )
-
-    real_load, torch.load = torch.load, load
     set_state_of_cpu = torch.set_rng_state
     torch.cuda.set_rng_state = set_rng_state
     torch.set_rng_state = lambda x: (

@@ -29,7 +29,7 @@ def problems(
     wrong = []
     # What spills elsewhere is for the autotuner to leave out, as are large blocks of logged steps. On an A100, the sums
     # with groups spill some registers once per block.
-    large = config.kwargs.get("PERSISTENT") and variant in ("exp_sums+maxima", "exp_sums+keep")
+    large = config.kwargs.get("PERSISTENT") and variant == "exp_sums+maxima"
     tolerated = strided or large or (arch, variant) == (80, "exp_sums+groups")
     half = precision in ("fp16", "bf16")
     if found.spilled_bytes and arch in (80, 90) and half and not tolerated:

@@ -97,7 +97,7 @@ def make(kind: str, variant: str = "") -> nn.Module:
 def my_batch() -> Batch:
     generator = torch.Generator().manual_seed(40 + comm.rank())
     first, second = (torch.randn(PER_RANK, WIDTH, generator=generator) for _ in range(2))
-    return {"first": first, "nested": [second], "name": "kept"}
+    return {"first": first, "nested": [second]}
 
 
 def ds_config(stage: int, precision: str, K: int, **changes: Any) -> dict[str, Any]:

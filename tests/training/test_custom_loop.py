@@ -22,10 +22,9 @@ from torch.utils.data import default_collate
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
+from disco_ds.training.custom_loop import contrastive_step
 from disco_ds.training.micro_batches import split
-from disco_ds.training.own_loop import contrastive_step
-from helpers.dist import run_ranks
-from helpers.own_loop import (
+from helpers.custom_loop import (
     MODELS,
     PER_RANK,
     SCALE,
@@ -36,6 +35,7 @@ from helpers.own_loop import (
     make,
     my_batch,
 )
+from helpers.dist import run_ranks
 from helpers.paths import ROOT
 from helpers.towers import distance, masters, write_down
 
@@ -177,68 +177,25 @@ def test_gradient_is_of_the_full_batch_also_with(variant: str, engines: tuple[st
 class Pairs:
     questions: Any
     answers: Any
-    task: str = "search"
-
-
-QUESTIONS = [f"question {i} about {i * i}" for i in range(16)]
-ANSWERS = [f"answer {i} is {i * 3}" for i in range(16)]
+    task: None = None
 
 
 def tokens(texts: Sequence[str]) -> Tensor:
     return torch.tensor([[sum(map(ord, word)) * 7 % 97 for word in text.split()] for text in texts])
 
 
-def tensors(texts: Sequence[str]) -> list[Tensor]:
-    """A tensor [4] for each text."""
-    return list(tokens(texts))
-
-
+QUESTIONS = tokens([f"question {i} about {i * i}" for i in range(16)])
+ANSWERS = tokens([f"answer {i} is {i * 3}" for i in range(16)])
 BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[Any, Any]]]] = {
-    "dict of lists of strings": (
-        {"q": QUESTIONS, "a": ANSWERS},
-        lambda part: (tokens(part["q"]), tokens(part["a"])),
+    "dict": ({"q": QUESTIONS, "a": ANSWERS}, lambda part: (part["q"], part["a"])),
+    "dataclass": (Pairs(QUESTIONS, ANSWERS), lambda part: (part.questions, part.answers)),
+    "list, by torch's collate": (
+        default_collate(list(zip(QUESTIONS, ANSWERS, strict=True))),
+        lambda part: (part[0], part[1]),
     ),
-    "dataclass of lists of strings": (
-        Pairs(QUESTIONS, ANSWERS),
-        lambda part: (tokens(part.questions), tokens(part.answers)),
-    ),
-    "dataclass of tensors": (
-        Pairs(tokens(QUESTIONS), tokens(ANSWERS)),
-        lambda part: (part.questions, part.answers),
-    ),
-    "list of pairs": (
-        list(zip(QUESTIONS, ANSWERS, strict=True)),
-        lambda part: (tokens([q for q, _ in part]), tokens([a for _, a in part])),
-    ),
-    "list of dicts of tensors": (
-        [{"q": q, "a": a} for q, a in zip(tensors(QUESTIONS), tensors(ANSWERS), strict=True)],
-        lambda part: (
-            torch.stack([pair["q"] for pair in part]),
-            torch.stack([pair["a"] for pair in part]),
-        ),
-    ),
-    "fields of dicts and of tuples, by zip": (
-        tuple(
-            zip(*(({"q": q}, (a, 3)) for q, a in zip(QUESTIONS, ANSWERS, strict=True)), strict=True)
-        ),
-        lambda part: (tokens([each["q"] for each in part[0]]), tokens([a for a, _ in part[1]])),
-    ),
-    "a field of numbers, by zip": (
-        tuple(
-            zip(
-                *((q, a, i) for i, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))),
-                strict=True,
-            )
-        ),
-        lambda part: (tokens([QUESTIONS[i] for i in part[2]]), tokens(part[1])),
-    ),
-    "a tuple of dicts": (
-        tuple({"q": q, "a": a} for q, a in zip(QUESTIONS, ANSWERS, strict=True)),
-        lambda part: (tokens([each["q"] for each in part]), tokens([each["a"] for each in part])),
-    ),
-    "tensor and strings, by torch's collate": (
-        default_collate(list(zip(tensors(QUESTIONS), ANSWERS, strict=True))),
-        lambda part: (part[0], tokens(part[1])),
+    "tuple of dicts": (
+        ({"ids": QUESTIONS}, {"ids": ANSWERS, "mask": None}),
+        lambda part: (part[0]["ids"], part[1]["ids"]),
     ),
 }
 
@@ -274,7 +231,7 @@ def test_gradient_is_of_the_full_batch_in_any_form(
     assert set(seen) == {4}
     true = copy.deepcopy(tower).double()
     true.zero_grad()
-    rows = [F.normalize(true(tokens(side)), dim=-1) for side in (QUESTIONS, ANSWERS)]
+    rows = [F.normalize(true(side), dim=-1) for side in (QUESTIONS, ANSWERS)]
     same = group_id[:, None] == group_id
     expected = write_down(name, *rows, scale.double(), bias.double(), same, **options)
     expected.backward()
@@ -313,7 +270,6 @@ def test_batch_of_any_tree_is_split_along_its_first_dimension() -> None:
     tree = {
         "a": torch.arange(4),
         "b": [torch.ones(4, 2), (torch.zeros(4),)],
-        "c": "same",
         "d": None,
     }
     (first, second), rows = split(tree, 2)
@@ -322,28 +278,28 @@ def test_batch_of_any_tree_is_split_along_its_first_dimension() -> None:
     assert second["a"].tolist() == [2, 3]
     assert second["b"][0].shape == (2, 2)
     assert isinstance(first["b"][1], tuple)
-    assert (first["c"], first["d"]) == ("same", None)
-    (first, _), _ = split(Named(torch.ones(4, 2), 3), 2)
-    assert (type(first), first.features.shape, first.number) == (Named, (2, 2), 3)
+    assert first["d"] is None
+    (first, _), _ = split(Named(torch.ones(4, 2), None), 2)
+    assert (type(first), first.features.shape, first.number) == (Named, (2, 2), None)
 
 
 class Named(NamedTuple):
     features: Tensor
-    number: int
+    number: None
 
 
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
         ([torch.ones(4, 2)], r"0 of shape \(4, 2\) cannot be divided evenly into 3"),
-        ({"q": QUESTIONS}, r"q of shape \(16,\) cannot be divided evenly into 3"),
+        ({"q": QUESTIONS}, r"q of shape \(16, 4\) cannot be divided evenly into 3"),
         ({"q": torch.tensor(3.0)}, r"q of shape \(\) cannot be divided evenly into 3"),
-        ({"q": []}, r"q of shape \(0,\) cannot be divided evenly into 3"),
-        ({"q": "a question", "a": None}, "nothing that can be divided"),
+        ({"q": torch.ones(0)}, r"q of shape \(0,\) cannot be divided evenly into 3"),
+        ({"q": [], "a": None}, "the batch contains no tensor"),
+        ({"q": ["a question"] * 3}, "q.0 is a str, which cannot be divided"),
         ({"q": QUESTIONS[:12], "a": torch.ones(9)}, r"different numbers of samples: q 12, a 9"),
         ({"q": np.ones(9)}, "q is a ndarray"),
         ({"q": {"a": object()}}, "q.a is a object"),
-        ({"q": [torch.ones(12) for _ in range(4)]}, r"q has 4 tensors of shape \(12,\)"),
     ],
 )
 def test_batch_that_does_not_divide_is_refused(batch: Any, words: str) -> None:
@@ -359,7 +315,7 @@ def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
         first, second = (F.normalize(tower(torch.stack(side)), dim=-1) for side in part)
         return first, second
 
-    batch = tensors(QUESTIONS), tensors(ANSWERS)
+    batch = list(QUESTIONS), list(ANSWERS)
     with pytest.raises(ValueError, match="returned 32 rows for 2 micro-batches of 2 samples"):
         contrastive_step(tower, build_loss("disco"), batch, forward, micro_batches=2, scale=SCALE)
     contrastive_step(tower, build_loss("disco"), batch, forward, scale=SCALE)

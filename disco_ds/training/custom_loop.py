@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,8 +40,6 @@ REPEAT_TOLERANCE = 0.05
 
 The distance is divided by the norm of the row in the first forward. With 16-bit kernels, distances of 0.01 occur.
 """
-RECHECK_STEPS = 200
-"""Number of steps between two checks that the repeated forward returns the same features as the first forward."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -95,7 +93,6 @@ def contrastive_step(
             returns different features.
         FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
-    history = _histories.setdefault(model, _History())
     backend: _Engine | _Plain
     if isinstance(model, DeepSpeedEngine):
         backend = _Engine(model, micro_batches)
@@ -110,8 +107,8 @@ def contrastive_step(
     )
     group = getattr(loss, "group", None)
     mode = (micro_batches, model.training)
-    step = history.steps + 1
-    due = step - history.checked.get(mode, -RECHECK_STEPS) >= RECHECK_STEPS
+    checked = _checked.setdefault(model, set())
+    due = mode not in checked
     towers = _Towers(forward, backend, micro_batches, scale, device, is_checked=due)
 
     def check_and_compute_loss(embeddings: Embeddings) -> LossOutput:
@@ -122,7 +119,6 @@ def contrastive_step(
             embeddings.bias,
             embeddings.group_id,
             group,
-            step,
         )
         if num_samples is not None and len(embeddings.image) != num_samples:
             raise ValueError(
@@ -136,7 +132,6 @@ def contrastive_step(
             backend.warn_of_unaveraged()
         return out
 
-    history.steps = step
     before = Snapshot(model, device)
     try:
         features = forward_all(towers, parts, micro_batches)
@@ -147,24 +142,15 @@ def contrastive_step(
         before.restore()
         raise
     after.restore()
-    if due:
-        history.checked[mode] = step
+    checked.add(mode)
     # If a loss scaler skips the update, the state of the loss must not change either.
     if is_updated:
         loss.commit()
     return out
 
 
-@dataclass
-class _History:
-    """What contrastive_step remembers about a model between steps."""
-
-    steps: int = 0
-    checked: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """Maps (K, model.training) to the last step in which the features were checked (see RECHECK_STEPS)."""
-
-
-_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Any, set[tuple[int, bool]]] = WeakKeyDictionary()
+"""Maps a model to each (K, model.training) in which a step has passed the checks of a first step."""
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
