@@ -21,7 +21,7 @@ from torch import nn
 
 from disco_ds.checkpoints.upload import Uploads
 from disco_ds.checkpoints.weights import build_from, read_weights
-from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
+from disco_ds.config import PACKAGE, Config, ModelSettings, find_late, load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.config.secrets import redact
 from disco_ds.data import ImageSpec
@@ -220,6 +220,9 @@ def _train_stage(
             resumed = f"resumes after step {step:,}, " if step else ""
             say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
             say(run.towers)
+            num_epochs = run.schedule.num_samples / max(run.loader.num_samples, 1)
+            for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
+                say(f"warning: {problem}")
             mark_launch(run.folder, launch_id)
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None

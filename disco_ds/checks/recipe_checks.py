@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks import Line
-from disco_ds.config import Config, make_schedule, render_ds_config
+from disco_ds.config import Config, find_late, make_schedule, render_ds_config
 from disco_ds.data import Manifest, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.sources.load import count_slots
@@ -82,6 +82,9 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     num_samples = sum(source.num_samples for source in sources)
     schedule = make_schedule(config.with_samples(num_samples))
     yield Line("ok", "length", f"{schedule.num_steps:,} steps")
+    num_epochs = schedule.num_samples / num_samples if num_samples else None
+    for problem in find_late(config, schedule.num_steps, num_epochs):
+        yield Line("warn", "length", problem, "set a smaller interval")
     if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "

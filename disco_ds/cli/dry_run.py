@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from disco_ds.config import Config, load_config, make_schedule, render_ds_config
+from disco_ds.cli.messages import show
+from disco_ds.config import Config, find_late, load_config, make_schedule, render_ds_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +25,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or config.ranks or 1
     if config.epochs is None and not args.resume:
         make_schedule(config)
+    num_steps = config.num_steps if config.epochs is None else None
+    for problem in find_late(config, num_steps, config.epochs):
+        show(problem, "warning")
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     # DeepSpeed's notices, for example that there is no GPU, would mix with the command's output.
     if args.command != "train":
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    module = "evaluate" if args.command == "eval" else args.command
+    module = "evaluate" if args.command == "eval" else args.command.replace("-", "_")
     # A dry run does not need the trainer, whose import takes seconds.
     if args.command == "train" and args.dry_run:
         module = "dry_run"

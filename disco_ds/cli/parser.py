@@ -476,6 +476,26 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
     )
 
 
+def _add_from_open_clip(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+examples:
+  disco-ds from-open-clip "torchrun --nproc_per_node 8 -m open_clip_train.main --train-data ..." > my.yaml
+  disco-ds from-open-clip "$(cat train.sh)" --ranks 64 > my.yaml
+exit code: 0 translated, 2 invalid arguments
+"""
+    parser.add_argument(
+        "line",
+        metavar="ARGUMENTS",
+        help="the command line, its flags alone, or a script that contains it, quoted as one argument",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_number(int, 1),
+        metavar="N",
+        help="number of GPUs in open_clip (default: from torchrun or srun in ARGUMENTS)",
+    )
+
+
 COMMANDS = {
     "train": ("Train a recipe, alone or as a rank of deepspeed, torchrun or srun.", _add_train),
     "launch": (
@@ -492,5 +512,9 @@ COMMANDS = {
     "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
     "study": ("Compare global batches by training short branches of a checkpoint.", _add_study),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
+    "from-open-clip": (
+        "Translate a command line of open_clip into a recipe, and print it.",
+        _add_from_open_clip,
+    ),
 }
 """Maps each command to its summary and the function that adds its arguments."""
