@@ -220,7 +220,7 @@ def _train_stage(
             resumed = f"resumes after step {step:,}, " if step else ""
             say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
             say(run.towers)
-            num_epochs = run.schedule.num_samples / max(run.loader.num_samples, 1)
+            num_epochs = run.schedule.num_samples / max(run.loader.epoch_samples, 1)
             for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
                 say(f"warning: {problem}")
             mark_launch(run.folder, launch_id)

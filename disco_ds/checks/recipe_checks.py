@@ -8,8 +8,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks import Line
+from disco_ds.checks.samples import check_filter
 from disco_ds.config import Config, find_late, make_schedule, render_ds_config
-from disco_ds.data import Manifest, load_sources
+from disco_ds.data import Manifest, count_epoch, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.sources.load import count_slots
 from disco_ds.data.sources.manifest import find_changed
@@ -80,11 +81,13 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     fit_cache(config.data, sources, slots, ranks, ranks_here)
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
-    schedule = make_schedule(config.with_samples(num_samples))
+    epoch_samples = count_epoch(config.data, sources)
+    schedule = make_schedule(config.with_samples(epoch_samples))
     yield Line("ok", "length", f"{schedule.num_steps:,} steps")
-    num_epochs = schedule.num_samples / num_samples if num_samples else None
+    num_epochs = schedule.num_samples / epoch_samples if epoch_samples else None
     for problem in find_late(config, schedule.num_steps, num_epochs):
         yield Line("warn", "length", problem, "set a smaller interval")
+    yield from check_filter(config, sources, schedule.num_samples)
     if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "

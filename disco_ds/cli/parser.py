@@ -450,6 +450,12 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         help="write nothing; list what has changed since the manifest was written",
     )
     parser.add_argument(
+        "--full",
+        action="store_true",
+        help="read every shard whole, even if it has not changed or its count is published; with --check, this "
+        "finds all damaged shards",
+    )
+    parser.add_argument(
         "--workers",
         type=_number(int, 0, 1024),
         default=4,

@@ -45,6 +45,7 @@ from disco_ds.data import (
     Share,
     Source,
     Staging,
+    count_epoch,
     fingerprint,
     load_sources,
     merge_states,
@@ -193,7 +194,7 @@ def build(
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
     identify_stage = identify(config, sources)
-    config = config.with_samples(sum(source.num_samples for source in sources))
+    config = config.with_samples(count_epoch(config.data, sources))
     # The checkpoint is chosen before the model and the loader are built, because the weights and the
     # position in the data come from it. A new run folder is created only after the loader has been built.
     folder, saved = None, None
@@ -262,7 +263,8 @@ def build(
         find_writers(engine, wandb),
         schedule,
         peak_pace,
-        loader.num_samples,
+        loader.epoch_samples,
+        loader.num_samples if config.data.is_filtered else 0,
     )
     stack.callback(metrics.close)
     anomalies = AnomalyDetector(

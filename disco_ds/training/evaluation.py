@@ -38,7 +38,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def _publish(run: Run, step: int, results: list[Result]) -> None:
-    samples, epoch_samples = run.schedule.samples(step), run.loader.num_samples
+    samples, epoch_samples = run.schedule.samples(step), run.loader.epoch_samples
     epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
     say(f"step {step:,}{epoch}:\n{describe(results)}")
     classified = [result for result in results if result.examples]

@@ -170,7 +170,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
         raise DataStopError(f"{error}; {save_without(run, step, generators)}") from None
     finally:
         run.metrics.add_wait(data.wait_s)
-        run.metrics.name_broken(step, data.broken)
+        run.metrics.name_broken(step, data.broken + data.damaged)
     run.skipped_in_a_row = 0
     # If the fp16 loss scaler has skipped the update, the loss must not update its state either.
     if output.grad_norm is not None:
@@ -251,7 +251,7 @@ def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> 
     """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
         # Use the decimal number that the user wrote, because floats such as 0.1 are not exact.
-        every_samples = Fraction(str(settings.every_epochs)) * run.loader.num_samples
+        every_samples = Fraction(str(settings.every_epochs)) * run.loader.epoch_samples
         before, now = (run.schedule.samples(done) // every_samples for done in (step - 1, step))
         return before < now
     return bool(settings.every_steps) and step % settings.every_steps == 0

@@ -186,6 +186,21 @@ def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
 
 
+def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -> None:
+    def score(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return drawn(index, sample) | {"json": json.dumps({"score": index / 100}).encode()}
+
+    write_shards(tmp_path / "data", [40, 30, 30], score)
+    config = data_of(tmp_path / "data", filter={"score": {"min": 0.7}})
+    line = the(look_at_data(config), "data.filter")
+    # The run has 100 steps of 64 samples, and the filter keeps 30 samples.
+    assert (line.status, "30.0%" in line.found, "213.3 passes" in line.found) == ("ok", True, True)
+    config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
+    line = the(look_at_data(config), "data.filter")
+    assert line.status == "fail"
+    assert "similarity; their fields: score" in line.found
+
+
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [40, 30, 20], drawn)
     lines = look_at_data(
@@ -199,7 +214,8 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     ]
     assert lines[3].found.startswith("82 read, 0 broken; captions 3 to ")
     assert lines[3].found.endswith("0% cut, 100% of them different; images 30 to 32 px")
-    assert statuses(look_at_data(settings(model={"name": "quickstart"}))) == [
+    synthetic = settings(model={"name": "quickstart"}, checkpoint={"every_steps": 50})
+    assert statuses(look_at_data(synthetic)) == [
         ("ok", "data.slots"),
         ("ok", "length"),
         ("ok", "samples"),
