@@ -25,7 +25,7 @@ from disco_ds.data import (
     augment,
     load_sources,
 )
-from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
+from disco_ds.data.images.broken import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.images.decode import decode_image, find_image
 from disco_ds.data.sources.selection import Selection
 from disco_ds.distributed import comm
@@ -176,6 +176,7 @@ class Inputs:
         last = len(source.sizes) - 1
         broken, dropped, samples = [], 0, []
         chosen: set[tuple[int, int]] = set()
+        damaged: dict[int, str] = {}
         for shard in (0, last // 2, last):
             size = reader.count(shard) if data.index == "none" else source.sizes[shard]
             # The samples are spread evenly over the shard.
@@ -192,6 +193,8 @@ class Inputs:
                         side = min(decode_image(original, data.max_pixels).size)
             except DroppedSample:
                 dropped += 1
+            except LostSample as error:
+                damaged[shard] = name_broken(reader.name, shard, entry, error)
             except BrokenSample as error:
                 broken.append(name_broken(reader.name, shard, entry, error))
             else:
@@ -202,7 +205,12 @@ class Inputs:
         reader.close()
         if members:
             members.close()
-        return _describe(data, len(chosen), broken, dropped, samples), samples
+        line = _describe(data, len(chosen), broken, dropped, samples)
+        if damaged:
+            found = "; ".join([line.found, *damaged.values()])
+            remedy = "`disco-ds index SHARDS --check --full` lists all damaged shards"
+            line = Line("fail" if line.status == "fail" else "warn", line.check, found, remedy)
+        return line, samples
 
     def _count(self, text: Tensor, caption: str) -> tuple[int, bool]:
         """Return the number of tokens without padding, and whether the caption was cut."""

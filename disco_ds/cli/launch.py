@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from disco_ds.checkpoints.retention import META, list_complete
+from disco_ds.checkpoints.retention import list_complete
 from disco_ds.cli.launch_hosts import (
     SSH_OPTIONS,
     check_min_hosts,
@@ -45,7 +45,7 @@ from disco_ds.cli.messages import fail_rank
 from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
 from disco_ds.launch.watchdog import die_with_parent
-from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, split_resume
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options that make ssh notice within 20 s that a host is cut off.

@@ -114,8 +114,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="auto|latest|FOLDER",
         help="continue a run from a checkpoint. FOLDER: a run folder or one checkpoint "
-        "(RUN/checkpoints/step-N); latest: the newest run of this name; auto: like latest, but start "
-        "a new run if there is no checkpoint",
+        "(RUN/checkpoints/step-N); latest: the newest run of this name that has a checkpoint; auto: like "
+        "latest, but start a new run if there is none",
     )
     parser.add_argument(
         "--allow-change",

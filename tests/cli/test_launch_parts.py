@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.checkpoints.retention import META
 from disco_ds.cli.launch import (
     Signals,
     find_run,
@@ -27,7 +26,7 @@ from disco_ds.cli.launch import (
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.launch.slurm import adopt_slurm
-from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, mark_launch
 from helpers.cluster import words
 from helpers.tiny_run import recipe
 
