@@ -129,6 +129,15 @@ def test_truncated_shard_costs_its_lost_samples(
     assert loader.dropped >= 40 - len(set(read))
 
 
+def test_shard_that_several_workers_read_is_named_once(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, [40, 40]).folder
+    damage_header(folder / "00001.tar")
+    loader = make_loader(load_manifest(folder), settings(workers=2), batch=20)
+    damaged = [name for _ in range(6) for name in read_step(loader).damaged]
+    loader.close()
+    assert len(damaged) == 1
+
+
 def damage_header(path: Path) -> None:
     """Overwrite a header in the middle of a shard, which loses the rest of the shard. A disk does so silently."""
     status = path.stat()

@@ -129,6 +129,8 @@ class Loader:
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
+        self._damaged: set[str] = set()
+        """Descriptions of the damaged shards that have been found."""
         self._before = self._position
         """The position at the start of the current step."""
         self.worker_pids: list[int] = []
@@ -278,9 +280,12 @@ class Loader:
             data.cursor.update(part.cursor)
             data.broken += part.broken
             data.dropped += part.dropped
-            data.damaged += part.damaged
             for damaged in part.damaged:
-                logger.warning(damaged)
+                # Several workers may read the same shard.
+                if damaged not in self._damaged:
+                    self._damaged.add(damaged)
+                    data.damaged.append(damaged)
+                    logger.warning("%s", damaged)
         is_last = len(data.index) == self._num_parts
         if is_last:
             position = self._position
