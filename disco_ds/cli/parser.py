@@ -294,7 +294,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
-  disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted
+  disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted --batch largest
 exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--fit)
 """
     _add_recipe(parser)
@@ -309,8 +309,13 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
         "--fit",
         type=Path,
         metavar="FOLDER",
-        help="find the largest global batch that fits (or one of at least 90%% of it that is faster), and write its "
-        "recipe to this folder",
+        help="write a recipe with the fastest settings that fit to this folder",
+    )
+    parser.add_argument(
+        "--batch",
+        choices=["same", "largest"],
+        default="same",
+        help="with --fit: keep the global batch, or use the largest one that fits (default: %(default)s)",
     )
     parser.add_argument(
         "--host-memory",
@@ -322,8 +327,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
         "--data-samples",
         type=_number(int, 1),
         metavar="N",
-        help="number of samples in the data; needed for FastCLIP losses, which keep state per "
-        "sample",
+        help="number of samples in the data (default: from the manifest)",
     )
     assumed = parser.add_argument_group("assumptions; replace them with measured values")
     fraction, rate = _number(float, 0, 1), _number(float, 1e-3)
@@ -515,7 +519,7 @@ COMMANDS = {
     ),
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
-    "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
+    "plan": ("Predict memory and time, and find faster settings or a larger batch.", _add_plan),
     "study": ("Compare global batches by training short branches of a checkpoint.", _add_study),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
     "from-open-clip": (
