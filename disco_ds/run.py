@@ -6,6 +6,7 @@ The functions do not parse arguments, print errors or exit the process; the comm
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -199,7 +200,8 @@ def _train_stage(
 
         def agreed(error: Exception) -> Exception:
             if first:
-                note(redact(str(error)))
+                is_requested = isinstance(error, AskedToStopError)
+                note(redact(str(error)), logging.INFO if is_requested else logging.ERROR)
                 report(error)
             return error
 

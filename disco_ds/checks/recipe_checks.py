@@ -17,6 +17,7 @@ from disco_ds.data.sources.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
+from disco_ds.metrics.tracking import check_packages
 from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
@@ -34,6 +35,11 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
     load_sets(config.eval, config.data)
     check_image_sizes(config)
     yield Line("ok", "recipe", found.replace("\n", "; "))
+    # The run may take place on another machine, which has the packages.
+    try:
+        check_packages(config)
+    except ValueError as error:
+        yield Line("warn", "trackers", str(error))
     yield check_kernels(config)
 
 

@@ -31,9 +31,15 @@ def run(args: argparse.Namespace) -> int:
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.
+    from disco_ds.metrics.tracking import check_packages
     from disco_ds.training.build import check_without_data
 
     check_without_data(config)
+    # The run may take place on another machine, which has the packages.
+    try:
+        check_packages(config)
+    except ValueError as error:
+        show(error, "warning")
     print(f"{text}\nData and hosts are not checked here; disco-ds doctor does that.")
     return 0
 

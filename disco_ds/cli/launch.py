@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import IO, Any
 
 from disco_ds.checkpoints.retention import list_complete
@@ -45,6 +46,7 @@ from disco_ds.cli.messages import fail_rank
 from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
 from disco_ds.launch.watchdog import die_with_parent
+from disco_ds.names import plural
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -325,6 +327,19 @@ def newest_checkpoint(folder: Path | None) -> str:
     return complete[-1].name if complete else ""
 
 
+def describe_cpu() -> str | None:
+    """Describe how many ranks deepspeed starts on this host, if the host has no NVIDIA GPU."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return None
+    # deepspeed asks numactl. Without it, deepspeed starts one rank.
+    nodes = Path("/sys/devices/system/node").glob("node*/cpulist") if which("numactl") else ()
+    num_ranks = sum(bool(node.read_text().strip()) for node in nodes) or 1
+    return (
+        f"this host has no NVIDIA GPU, so deepspeed starts {plural(num_ranks, 'rank')} on the CPU, one per NUMA node; "
+        "--deepspeed '--num_accelerators N' starts N ranks"
+    )
+
+
 def _check_words(name: str, text: str) -> None:
     """Check that a shell could split a text into words.
 
@@ -353,4 +368,6 @@ def run(args: argparse.Namespace) -> int:
             check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, 2)
+    if not slots and (text := describe_cpu()):
+        report(text)
     return supervise(args, config, slots if len(slots) > 1 else {}, Signals())

@@ -191,8 +191,8 @@ class DataSettings(Settings):
     """Where samples come from, and how they are read, decoded and augmented."""
 
     source: SourceName = "shards"
-    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
-    random pixels and tokens, for trying out a model or a cluster without data.
+    """Where the samples come from. `shards`: webdataset's .tar shards, or a csv, named by data.shards or
+    data.sources. `synthetic`: random pixels and tokens, for trying out a model or a cluster without data.
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     shards: str | None = None
     """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as

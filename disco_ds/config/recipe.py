@@ -459,9 +459,12 @@ class Config(Settings):
         if self.epochs is None:
             return self
         samples = int(Fraction(str(self.epochs)) * num_samples)  # floats such as 1.15 are not exact
-        config = self.model_copy(update={"samples": samples, "epochs": None})
-        config._check_samples()
-        return config
+        if samples < self.global_batch:
+            raise ValueError(
+                f"global_batch={self.global_batch} is larger than the whole run: epochs={self.epochs:g}, and the data "
+                f"has {num_samples:,} samples; lower global_batch, or raise epochs"
+            )
+        return self.model_copy(update={"samples": samples, "epochs": None})
 
     @property
     def peak_lr(self) -> float:

@@ -241,6 +241,12 @@ def build(
             find_counter(model, comm.local_device(), precision(config.deepspeed) != "fp32"),
         )
     stack.callback(loader.close)
+    if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
+        logger.warning(
+            "global_batch=%d is larger than the data (%d samples), so a batch contains some samples twice",
+            config.global_batch,
+            loader.num_samples,
+        )
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
@@ -332,12 +338,11 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check packages, loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
+    """Check loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
 
     Raises:
         ValueError: If a run with these settings would fail one of these checks.
     """
-    check_packages(config)
     make_loss(config.loss, config.optim)
     check_optimizer(config.optim, stage(config.deepspeed))
     settings = config.model
