@@ -368,6 +368,6 @@ def run(args: argparse.Namespace) -> int:
             check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, 2)
-    if not slots and (text := describe_cpu()):
+    if not slots and "--num_" not in args.deepspeed and (text := describe_cpu()):
         report(text)
     return supervise(args, config, slots if len(slots) > 1 else {}, Signals())

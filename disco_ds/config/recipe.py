@@ -151,8 +151,9 @@ class EvalSettings(Settings):
     labeled: dict[str, str] = Field({})
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
     labels of that set. The images are a folder of .tar shards, a bundled set such as
-    `bundled:emoji/unseen`, a folder with one sub-folder per class (such as ImageNet val), or a folder
-    in clip_benchmark's webdataset layout."""
+    `bundled:emoji/unseen`, a folder with one sub-folder per class, or a folder in clip_benchmark's
+    webdataset layout. A sub-folder is named after its class (`tabby_cat`), or by its ImageNet id
+    (wnid), as in ImageNet val (`n02123045`): then the class names are open_clip's."""
     label_key: Template = "{json[label]}"
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
