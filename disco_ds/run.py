@@ -6,6 +6,7 @@ The functions do not parse arguments, print errors or exit the process; the comm
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.upload import Uploads
-from disco_ds.config import Config
+from disco_ds.config import Config, find_late
 from disco_ds.config.ds_config import precision
 from disco_ds.config.secrets import redact
 from disco_ds.data import ImageSpec
@@ -191,7 +192,8 @@ def _train_stage(
 
         def agreed(error: Exception) -> Exception:
             if first:
-                note(redact(str(error)))
+                is_requested = isinstance(error, AskedToStopError)
+                note(redact(str(error)), logging.INFO if is_requested else logging.ERROR)
                 report(error)
             return error
 
@@ -213,6 +215,9 @@ def _train_stage(
             resumed = f"resumes after step {step:,}, " if step else ""
             say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
             say(run.description)
+            num_epochs = run.schedule.num_samples / max(run.loader.epoch_samples, 1)
+            for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
+                say(f"warning: {problem}")
             mark_launch(run.folder, launch_id)
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None

@@ -118,7 +118,8 @@ def finish(folder: Path) -> int:
     """Export the trained model."""
     from disco_ds.checkpoints.export import export_run
 
-    print(f"exported for open_clip: {export_run(folder, folder / 'export')}")
+    export = export_run(folder, folder / "export")
+    print(f"exported for open_clip: {export}; to load it, see {export / 'README.md'}")
     return 0
 
 

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from disco_ds.checkpoints.retention import ENGINE, META, seal, set_aside
+from disco_ds.checkpoints.retention import ENGINE, seal, set_aside
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm, jobs
+from disco_ds.runs.run_folder import META
 
 
 class HostCopy:

@@ -20,7 +20,7 @@ from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import read_architecture
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.runs.run_folder import FINISHED, find_newest, split_resume
+from disco_ds.runs.run_folder import find_newest, split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
 """Keys of optimizer parameter groups that keep this run's values on resume. The learning rate is set at every step."""
@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 def find_started(config: Config) -> str | None:
     """Return the folder that `--resume auto` resumes, or None.
 
-    It is the newest run folder with the name of this run, if that run is finished or has a complete checkpoint.
+    It is the newest run folder with the name of this run that is finished or has a complete checkpoint.
     """
     newest = find_newest(config.runs, config.name)
-    if newest and ((newest / FINISHED).exists() or retention.list_complete(newest)):
-        return str(newest)
-    return None
+    return str(newest) if newest else None
 
 
 def choose(

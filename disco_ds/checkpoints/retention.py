@@ -21,11 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from disco_ds.runs.run_folder import CHECKPOINTS, STEP
+from disco_ds.runs.run_folder import CHECKPOINTS, META, STEP
 
 FORMAT = 8
 """Version of the checkpoint format. Only checkpoints of this version can be read."""
-META = "checkpoint.json"
 ENGINE = "engine"
 """Subfolder of a checkpoint with DeepSpeed's files; also the tag that DeepSpeed saves them under."""
 logger = logging.getLogger(__name__)

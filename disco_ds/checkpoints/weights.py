@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import Saved, read
 from disco_ds.checkpoints.fragments import WHOLE, read_average
-from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_latest, find_older
+from disco_ds.checkpoints.retention import ENGINE, DamagedError, find_latest, find_older
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.models.clip import (
     build_model,
@@ -28,7 +28,7 @@ from disco_ds.models.clip import (
 from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import CONFIG as MODEL_CONFIG
 from disco_ds.models.pretrained import read_folder
-from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
+from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG, META
 
 TENSORS = "open_clip_model.safetensors"
 

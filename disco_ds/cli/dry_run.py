@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from disco_ds.config import Config, load_config, make_schedule, render_ds_config
+from disco_ds.config import Config, find_late, load_config, make_schedule, render_ds_config
+from disco_ds.runs.messages import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,12 +25,21 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or config.ranks or 1
     if config.epochs is None and not args.resume:
         make_schedule(config)
+    num_steps = config.num_steps if config.epochs is None else None
+    for problem in find_late(config, num_steps, config.epochs):
+        show(problem, "warning")
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.
+    from disco_ds.metrics.tracking import check_packages
     from disco_ds.training.build import check_without_data
 
     check_without_data(config)
+    # The run may take place on another machine, which has the packages.
+    try:
+        check_packages(config)
+    except ValueError as error:
+        show(error, "warning")
     print(f"{text}\nData and hosts are not checked here; disco-ds doctor does that.")
     return 0
 

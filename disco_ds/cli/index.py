@@ -61,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
                 lambda done: bar.update(done - bar.n),
                 # With --check, local shards are read only if their size or modification time has changed. The
                 # manifest's counts of remote shards are not used: these shards are counted again, except those with
-                # published counts.
-                () if args.check and is_remote else known.values(),
+                # published counts. With --full, every shard is read.
+                () if args.full or (args.check and is_remote) else known.values(),
                 remote,
-                published=is_remote or not args.check,
+                published=(is_remote or not args.check) and not args.full,
                 skip_missing=args.missing == "skip",
                 save=None if args.check else partial(write_manifest, path=unfinished),
                 contents=contents,
+                whole=args.full,
             )
         except StoreError as error:
             raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None

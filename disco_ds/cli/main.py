@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     # DeepSpeed's notices, for example that there is no GPU, would mix with the command's output.
     if args.command != "train":
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    command = args.command
+    command = args.command.replace("-", "_")
     # A dry run does not need the trainer, whose import takes seconds.
     if command == "train" and args.dry_run:
         command = "dry_run"

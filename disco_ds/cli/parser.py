@@ -114,8 +114,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="auto|latest|FOLDER",
         help="continue a run from a checkpoint. FOLDER: a run folder or one checkpoint "
-        "(RUN/checkpoints/step-N); latest: the newest run of this name; auto: like latest, but start "
-        "a new run if there is no checkpoint",
+        "(RUN/checkpoints/step-N); latest: the newest run of this name that has a checkpoint; auto: like "
+        "latest, but start a new run if there is none",
     )
     parser.add_argument(
         "--allow-change",
@@ -294,7 +294,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
-  disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted
+  disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted --batch largest
 exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--fit)
 """
     _add_recipe(parser)
@@ -309,8 +309,13 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
         "--fit",
         type=Path,
         metavar="FOLDER",
-        help="find the largest global batch that fits (or one of at least 90%% of it that is faster), and write its "
-        "recipe to this folder",
+        help="write a recipe with the fastest settings that fit to this folder",
+    )
+    parser.add_argument(
+        "--batch",
+        choices=["same", "largest"],
+        default="same",
+        help="with --fit: keep the global batch, or use the largest one that fits (default: %(default)s)",
     )
     parser.add_argument(
         "--host-memory",
@@ -322,8 +327,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
         "--data-samples",
         type=_number(int, 1),
         metavar="N",
-        help="number of samples in the data; needed for FastCLIP losses, which keep state per "
-        "sample",
+        help="number of samples in the data (default: from the manifest)",
     )
     assumed = parser.add_argument_group("assumptions; replace them with measured values")
     fraction, rate = _number(float, 0, 1), _number(float, 1e-3)
@@ -450,6 +454,12 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         help="write nothing; list what has changed since the manifest was written",
     )
     parser.add_argument(
+        "--full",
+        action="store_true",
+        help="read every shard whole, even if it has not changed or its count is published; with --check, this "
+        "finds all damaged shards",
+    )
+    parser.add_argument(
         "--workers",
         type=_number(int, 0, 1024),
         default=4,
@@ -476,6 +486,26 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
     )
 
 
+def _add_from_open_clip(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+examples:
+  disco-ds from-open-clip "torchrun --nproc_per_node 8 -m open_clip_train.main --train-data ..." > my.yaml
+  disco-ds from-open-clip "$(cat train.sh)" --ranks 64 > my.yaml
+exit code: 0 translated, 2 invalid arguments
+"""
+    parser.add_argument(
+        "line",
+        metavar="ARGUMENTS",
+        help="the command line, its flags alone, or a script that contains it, quoted as one argument",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_number(int, 1),
+        metavar="N",
+        help="number of GPUs in open_clip (default: from torchrun or srun in ARGUMENTS)",
+    )
+
+
 COMMANDS = {
     "train": ("Train a recipe, alone or as a rank of deepspeed, torchrun or srun.", _add_train),
     "launch": (
@@ -489,8 +519,12 @@ COMMANDS = {
     ),
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
-    "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
+    "plan": ("Predict memory and time, and find faster settings or a larger batch.", _add_plan),
     "study": ("Compare global batches by training short branches of a checkpoint.", _add_study),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
+    "from-open-clip": (
+        "Translate a command line of open_clip into a recipe, and print it.",
+        _add_from_open_clip,
+    ),
 }
 """Maps each command to its summary and the function that adds its arguments."""

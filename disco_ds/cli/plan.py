@@ -1,4 +1,4 @@
-"""`disco-ds plan`: predict memory and step times, and find the largest global batch that fits."""
+"""`disco-ds plan`: predict memory and times, and find faster settings or the largest global batch that fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import write_recipe
+from disco_ds.plan.fit import list_changes, write_recipe
 from disco_ds.plan.memory import GIB, PARTS, Memory
 from disco_ds.plan.overview import Plan, plan_run
 
@@ -35,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
     )
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
     if args.fit and config.stages:
-        raise ValueError("--fit finds one batch for the whole run: set samples instead of stages")
-    largest, host_gib = bool(args.fit), args.host_memory
+        raise ValueError("--fit finds settings for the whole run: set samples instead of stages")
+    search = args.batch if args.fit else None
     plans = [
-        plan_run(stage, ranks, gpu, assumed, largest, host_gib) for stage in config.stage_configs
+        plan_run(stage, ranks, gpu, assumed, search, args.host_memory)
+        for stage in config.stage_configs
     ]
     if config.stages:
         print(f"{config.name}: {config.describe(ranks)}\n")
@@ -48,9 +49,13 @@ def run(args: argparse.Namespace) -> int:
         if config.stages:
             title = f"until {planned.samples:,} samples:"
         summary = "\n".join([title, "", table(made.memory), verdict(made)])
+        if not args.fit:
+            summary += f"\n{describe_fastest(made, args.host_memory)}"
         print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}\n")
         if args.fit:
             print(write_recipe(planned, args.fit, summary))
+    if (length := describe_length(plans)) is not None:
+        print(length)
     return 0 if all(made.fits for made in plans) else 1
 
 
@@ -72,6 +77,35 @@ def verdict(made: Plan) -> str:
         return f"fits: {text}"
     worst = max(memory.parts, key=lambda part: memory.parts[part])
     return f"DOES NOT FIT: {text}; largest part: {worst}, {memory.parts[worst] / GIB:.2f}"
+
+
+def describe_fastest(made: Plan, host_gib: float | None) -> str:
+    """Describe the fastest settings for the global batch of a plan."""
+    try:
+        best = plan_run(made.config, made.ranks, made.gpu, made.assumed, "same", host_gib)
+    except ValueError as error:
+        return f"no settings for this batch fit: {error}"
+    changes = " ".join(list_changes(made.config, best.config))
+    if not changes:
+        return "faster: no other micro-batch, activation checkpointing or ZeRO stage"
+    seconds = f"{best.speed.step_s:,.2f} s a step, " if best.speed else ""
+    label = "faster:" if made.fits else "fits with"
+    return f"{label} {changes}: {seconds}{best.memory.total / GIB:.2f} of {made.gpu.gib:g} GiB"
+
+
+def describe_length(plans: list[Plan]) -> str | None:
+    """Describe the number of steps and the duration of the whole run; None if they are unknown."""
+    num_steps = samples = 0
+    duration_s = 0.0
+    for made in plans:
+        if made.speed is None or made.config.epochs is not None:
+            return None
+        steps, samples = made.config.find_end(0, samples)
+        num_steps += steps
+        duration_s += steps * made.speed.step_s
+    units = {"days": 86_400, "hours": 3_600, "minutes": 60}
+    unit = next((name for name, length_s in units.items() if duration_s >= length_s), "minutes")
+    return f"{num_steps:,} steps, {duration_s / units[unit]:,.1f} {unit} on {plans[0].ranks} GPUs"
 
 
 def describe_host(made: Plan) -> str:

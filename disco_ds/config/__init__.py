@@ -18,7 +18,7 @@ from disco_ds.config.recipe import (
     StageSettings,
 )
 from disco_ds.config.render import render_ds_config
-from disco_ds.config.schedule import Schedule, make_schedule
+from disco_ds.config.schedule import Schedule, find_late, make_schedule
 
 __all__ = [
     "BASE_BATCH",
@@ -37,6 +37,7 @@ __all__ = [
     "SourceSettings",
     "StageSettings",
     "check_config",
+    "find_late",
     "find_recipe",
     "load_config",
     "make_schedule",

@@ -145,8 +145,8 @@ class SampleSettings(Settings):
     """Where the samples of one source are, and which of them are used."""
 
     source: SourceName = "shards"
-    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
-    random pixels and tokens, for trying out a model or a cluster without data.
+    """Where the samples come from. `shards`: webdataset's .tar shards, or a csv, named by data.shards or
+    data.sources. `synthetic`: random pixels and tokens, for trying out a model or a cluster without data.
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for a custom source."""
@@ -161,7 +161,8 @@ class SampleSettings(Settings):
     uids: Path | None = None
     """File with the uids of the samples to use; samples with other uids are dropped. The file has one
     of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
-    A sample without a field `uid` in its json member counts as broken."""
+    A sample without a field `uid` in its json member counts as broken. An epoch has as many samples as the file
+    has uids."""
     transforms: FunctionName | None = None
     """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
     [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
@@ -216,7 +217,8 @@ class DataSettings(SampleSettings):
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
-    next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken."""
+    next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken. An epoch
+    includes them, so a run makes more passes over the samples that are kept; `disco-ds doctor` reports how many."""
     slots: int | None = Field(None, gt=0, le=2**20)
     """Number of slots. A slot is a logical stream of samples, and all slots together make up the
     data order. The number must be a multiple of the number of ranks, and it stays the same when a
@@ -240,7 +242,8 @@ class DataSettings(SampleSettings):
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
     samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
-    fraction of the samples that it has read."""
+    fraction of the samples that it has read. A damaged shard loses its samples from the damage on; the run
+    stops if a worker finds more damaged shards than 3 plus this fraction of the shards that it has read."""
     max_pixels: PositiveCount = 89_478_485
     """Images with more pixels than this are skipped as possible decompression bombs."""
     crop_scale: CropScale | None = (0.9, 1.0)
@@ -287,6 +290,12 @@ class DataSettings(SampleSettings):
             )
         if shards.startswith(PIPE) or shards.endswith((".csv", ".tsv")):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a source leaves out samples whose number is unknown."""
+        each = [self.settings_of(part) for part in self.parts]
+        return any(settings.filter or settings.transforms for settings in each)
 
     @property
     def parts(self) -> Sequence[SampleSettings]:

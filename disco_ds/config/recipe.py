@@ -155,8 +155,9 @@ class EvalSettings(Settings):
     labeled: dict[str, str] = Field({})
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
     labels of that set. The images are a folder of .tar shards, a bundled set such as
-    `bundled:emoji/unseen`, a folder with one sub-folder per class (such as ImageNet val), or a folder
-    in clip_benchmark's webdataset layout."""
+    `bundled:emoji/unseen`, a folder with one sub-folder per class, or a folder in clip_benchmark's
+    webdataset layout. A sub-folder is named after its class (`tabby_cat`), or by its ImageNet id
+    (wnid), as in ImageNet val (`n02123045`): then the class names are open_clip's."""
     label_key: Template = "{json[label]}"
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
@@ -477,9 +478,12 @@ class Config(Settings):
         if self.epochs is None:
             return self
         samples = int(Fraction(str(self.epochs)) * num_samples)  # floats such as 1.15 are not exact
-        config = self.model_copy(update={"samples": samples, "epochs": None})
-        config._check_samples()
-        return config
+        if samples < self.global_batch:
+            raise ValueError(
+                f"global_batch={self.global_batch} is larger than the whole run: epochs={self.epochs:g}, and the data "
+                f"has {num_samples:,} samples; lower global_batch, or raise epochs"
+            )
+        return self.model_copy(update={"samples": samples, "epochs": None})
 
     @property
     def peak_lr(self) -> float:

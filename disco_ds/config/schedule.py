@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disco_ds.config.recipe import Config
+from disco_ds.config.recipe import CheckpointSettings, Config, EvalSettings
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,29 @@ def make_schedule(
         first_samples=samples,
         previous_batch=previous_batch,
     )
+
+
+def find_late(config: Config, num_steps: int | None, num_epochs: float | None) -> list[str]:
+    """Return a warning if no checkpoint is due before the end of the run, and one if no evaluation is.
+
+    Args:
+        config: Settings of the run.
+        num_steps: Length of the run in steps; None if it is unknown.
+        num_epochs: Length of the run in epochs; None if it is unknown.
+    """
+    kinds: list[tuple[str, CheckpointSettings | EvalSettings]] = []
+    if not config.checkpoint.every_minutes:
+        kinds.append(("checkpoint", config.checkpoint))
+    if config.eval.sets:
+        kinds.append(("eval", config.eval))
+    found = []
+    for name, settings in kinds:
+        unit = "every_epochs" if settings.every_epochs else "every_steps"
+        every, length = getattr(settings, unit), num_epochs if settings.every_epochs else num_steps
+        if length is not None and not 0 < every < length:
+            what = "evaluation" if name == "eval" else "checkpoint"
+            found.append(
+                f"no {what} is due before the end of the run, which has {length:,.6g} "
+                f"{unit.removeprefix('every_')}: {name}.{unit}={every:g}"
+            )
+    return found

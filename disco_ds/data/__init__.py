@@ -25,7 +25,7 @@ from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.csv_source import CaptionedImages, Table
 from disco_ds.data.sources.folder import ImageFolder, sort_labels
 from disco_ds.data.sources.listing import is_table, resolve_shards
-from disco_ds.data.sources.load import fingerprint, load_sources
+from disco_ds.data.sources.load import count_epoch, fingerprint, load_sources
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write_manifest
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "StepData",
     "Table",
     "augment",
+    "count_epoch",
     "divide",
     "fingerprint",
     "index_shards",

@@ -41,6 +41,10 @@ class DroppedSample(BrokenSample):
     """
 
 
+class LostSample(BrokenSample):
+    """A damaged shard ends before the sample. The shard counts as damaged, and its lost samples as dropped."""
+
+
 class DataError(Exception):
     """No more data can be read.
 

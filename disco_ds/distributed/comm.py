@@ -86,7 +86,7 @@ def init(timeout_s: float) -> None:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RendezvousError(
             f"rank {os.environ['RANK']} cannot meet the others at {address}: {error}; if another process uses that "
-            "port, choose another port with --master_port"
+            "port, choose another one: --master_port 29501, or disco-ds launch --deepspeed '--master_port 29501'"
         ) from None
 
 

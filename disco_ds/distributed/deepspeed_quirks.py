@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from torch import Tensor
 
 _CACHED = "_PartitionedParameterCoordinator__params_to_release"
 logger = logging.getLogger(__name__)
+# DeepSpeed 0.19 calls collectives by names that torch 2.14 deprecates. Users cannot do anything about this warning.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def disable_custom_ops() -> None:

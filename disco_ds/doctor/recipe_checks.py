@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from disco_ds.config import Config, make_schedule, render_ds_config
-from disco_ds.data import Manifest, load_sources
+from disco_ds.config import Config, find_late, make_schedule, render_ds_config
+from disco_ds.data import Manifest, count_epoch, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.sources.load import count_slots
 from disco_ds.data.sources.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line
+from disco_ds.doctor.samples import check_filter
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
+from disco_ds.metrics.tracking import check_packages
 from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
@@ -33,6 +35,11 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
     load_sets(config.eval, config.data)
     check_image_sizes(config)
     yield Line("ok", "recipe", found.replace("\n", "; "))
+    # The run may take place on another machine, which has the packages.
+    try:
+        check_packages(config)
+    except ValueError as error:
+        yield Line("warn", "trackers", str(error))
     yield check_kernels(config)
 
 
@@ -80,8 +87,13 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     fit_cache(config.data, sources, slots, ranks, ranks_here)
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
-    schedule = make_schedule(config.with_samples(num_samples))
+    epoch_samples = count_epoch(config.data, sources)
+    schedule = make_schedule(config.with_samples(epoch_samples))
     yield Line("ok", "length", f"{schedule.num_steps:,} steps")
+    num_epochs = schedule.num_samples / epoch_samples if epoch_samples else None
+    for problem in find_late(config, schedule.num_steps, num_epochs):
+        yield Line("warn", "length", problem, "set a smaller interval")
+    yield from check_filter(config, sources, schedule.num_samples)
     if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "

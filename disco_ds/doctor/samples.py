@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,17 @@ import torch
 from torch import Tensor
 
 from disco_ds.config import Config, DataSettings
-from disco_ds.data import BrokenSample, ImageSpec, SampleForm, Source, augment, load_sources
-from disco_ds.data.errors import DroppedSample, breaks_sample, name_broken
+from disco_ds.data import (
+    BrokenSample,
+    DataError,
+    ImageSpec,
+    SampleForm,
+    Source,
+    augment,
+    load_sources,
+)
+from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
+from disco_ds.data.sources.selection import Selection
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
@@ -22,6 +33,8 @@ from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessin
 
 _NUM_READ = 32
 """Number of samples read from each of three shards: the first, the middle and the last."""
+_NUM_FILTERED = 10_000
+"""Number of samples of each source to which data.filter is applied."""
 _NUM_SHOWN = 24
 """Number of samples that are drawn, and whose captions are encoded."""
 _MIN_SAMPLES = 8
@@ -70,6 +83,53 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         yield Line("ok", "picture", f"{num} samples: {picture}")
 
 
+def check_filter(config: Config, sources: Sequence[Source], num_samples: int) -> Iterator[Line]:
+    """Apply data.filter to the first samples of each source, and report how many passes over the rest a run makes.
+
+    Args:
+        config: The recipe.
+        sources: The sources that load_sources returned.
+        num_samples: Length of the run in samples.
+    """
+    num_read = num_kept = num_usable = 0
+    for part, source in zip(config.data.parts, sources, strict=True):
+        settings = config.data.settings_of(part)
+        try:
+            kept, read = count_kept(source, settings) if settings.filter else (1, 1)
+        except DataError as error:
+            yield Line("fail", "data.filter", str(error))
+            return
+        num_usable += source.num_samples * kept // max(read, 1)
+        if settings.filter:
+            num_kept, num_read = num_kept + kept, num_read + read
+    if num_read:
+        passes = num_samples / max(num_usable, 1)
+        found = (
+            f"keeps {num_kept / num_read:.1%} of the first {num_read:,} samples: the run makes about {passes:,.1f} "
+            "passes over these samples"
+        )
+        yield Line(
+            "ok" if num_kept else "fail", "data.filter", found, "no sample passes the filter"
+        )
+
+
+def count_kept(source: Source, settings: DataSettings) -> tuple[int, int]:
+    """Return how many of the first samples of a source pass data.uids and data.filter, and how many were read."""
+    selection = Selection.load(settings.model_copy(update={"stages": None}))
+    assert selection is not None
+    reader = source.open(1, settings.window)
+    entries = ((shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size))
+    kept = read = 0
+    for shard, entry in islice(entries, _NUM_FILTERED):
+        read += 1
+        with suppress(BrokenSample), breaks_sample(OSError):
+            selection.apply(reader.read(shard, entry), str)
+            kept += 1
+    reader.close()
+    selection.check_fields()
+    return kept, read
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The recipe's model and tokenizer, which turn samples into inputs."""
@@ -106,6 +166,7 @@ class Inputs:
         padding = self.tokenizer([""])[0, -1]
         broken, dropped, samples = [], 0, []
         chosen: set[tuple[int, int]] = set()
+        damaged: dict[int, str] = {}
         for shard in (0, last // 2, last):
             size = reader.count(shard) if data.index == "none" else source.sizes[shard]
             # The samples are spread evenly over the shard.
@@ -118,6 +179,8 @@ class Inputs:
                     image = decode()
             except DroppedSample:
                 dropped += 1
+            except LostSample as error:
+                damaged[shard] = name_broken(reader.name, shard, entry, error)
             except BrokenSample as error:
                 broken.append(name_broken(reader.name, shard, entry, error))
             else:
@@ -125,7 +188,12 @@ class Inputs:
                 num_tokens = int((text != padding).sum())
                 samples.append(Sample(image, text, caption, num_tokens, index))
         reader.close()
-        return _describe(data, len(chosen), broken, dropped, samples), samples
+        line = _describe(data, len(chosen), broken, dropped, samples)
+        if damaged:
+            found = "; ".join([line.found, *damaged.values()])
+            remedy = "`disco-ds index SHARDS --check --full` lists all damaged shards"
+            line = Line("fail" if line.status == "fail" else "warn", line.check, found, remedy)
+        return line, samples
 
     @torch.no_grad()
     def check_texts(self, samples: list[Sample]) -> Iterator[Line]:

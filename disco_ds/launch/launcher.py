@@ -29,9 +29,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import IO, Any
 
-from disco_ds.checkpoints.retention import META, list_complete
+from disco_ds.checkpoints.retention import list_complete
 from disco_ds.config import Config, load_config
 from disco_ds.distributed.watchdog import die_with_parent
 from disco_ds.launch.hosts import (
@@ -44,8 +45,9 @@ from disco_ds.launch.hosts import (
     wait_for_hosts,
 )
 from disco_ds.launch.packing import pack
+from disco_ds.names import plural
 from disco_ds.runs.messages import fail_rank
-from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, split_resume
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options that make ssh notice within 20 s that a host is cut off.
@@ -325,6 +327,19 @@ def newest_checkpoint(folder: Path | None) -> str:
     return complete[-1].name if complete else ""
 
 
+def describe_cpu() -> str | None:
+    """Describe how many ranks deepspeed starts on this host, if the host has no NVIDIA GPU."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return None
+    # deepspeed asks numactl. Without it, deepspeed starts one rank.
+    nodes = Path("/sys/devices/system/node").glob("node*/cpulist") if which("numactl") else ()
+    num_ranks = sum(bool(node.read_text().strip()) for node in nodes) or 1
+    return (
+        f"this host has no NVIDIA GPU, so deepspeed starts {plural(num_ranks, 'rank')} on the CPU, one per NUMA node; "
+        "--deepspeed '--num_accelerators N' starts N ranks"
+    )
+
+
 def _check_words(name: str, text: str) -> None:
     """Check that a shell could split a text into words.
 
@@ -353,4 +368,6 @@ def run(args: argparse.Namespace) -> int:
             check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, 2)
+    if not slots and "--num_" not in args.deepspeed and (text := describe_cpu()):
+        report(text)
     return supervise(args, config, slots if len(slots) > 1 else {}, Signals())

@@ -43,7 +43,8 @@ class MetricsLogger:
             for the tracker.
         schedule: Converts steps to samples.
         peak_samples_per_s: See Interval.
-        num_samples: Samples per epoch; if None, records contain no epoch.
+        epoch_samples: Samples per epoch; if None, records contain no epoch.
+        num_samples: Samples in the data before data.filter and data.transforms, or 0 if neither is set.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class MetricsLogger:
         writers: Mapping[str, WriteEvents],
         schedule: Schedule,
         peak_samples_per_s: Callable[[float | None], float] | None = None,
-        num_samples: int | None = None,
+        epoch_samples: int | None = None,
+        num_samples: int = 0,
     ):
         self.writers = dict(writers)
         self.schedule = schedule
         self.peak_samples_per_s = peak_samples_per_s
+        self.epoch_samples = epoch_samples
         self.num_samples = num_samples
+        self.told_passes = False
         self.phases = Phases()
         self.path = folder / METRICS_FILE
         self.file: BinaryIO | None = None
@@ -109,8 +113,8 @@ class MetricsLogger:
             peak_samples_per_s=self.peak_samples_per_s,
         )
         record: dict[str, Any] = {"step": now.step, "samples": samples}
-        if self.num_samples:
-            record["epoch"] = round(samples / self.num_samples, 6)
+        if self.epoch_samples:
+            record["epoch"] = round(samples / self.epoch_samples, 6)
         record |= compute_metrics(now, since)
         record |= self.phases.read(self.step_wait_s)
         if self.save_s:
@@ -121,6 +125,10 @@ class MetricsLogger:
         if self.file is not None:
             self._append(record)
             say(self._describe(record))
+            dropped = record["dropped_samples"]
+            if dropped and self.num_samples and not self.told_passes:
+                self.told_passes = True
+                say(self._describe_passes(samples, dropped))
         return record
 
     def note(self, step: int, values: dict[str, float]) -> None:
@@ -169,7 +177,19 @@ class MetricsLogger:
         for metric in METRICS:
             if metric.show and metric.name in record:
                 words.append(metric.show(record[metric.name]))
+        dropped = record["dropped_samples"]
+        if dropped >= 0.005 * samples:
+            words.append(f"{dropped / (dropped + samples):.0%} dropped")
         return "  ".join(filter(None, words))
+
+    def _describe_passes(self, samples: int, dropped: int) -> str:
+        """Return how many passes the run makes over the samples that are kept."""
+        kept = samples / (samples + dropped)
+        passes = self.schedule.num_samples / (kept * self.num_samples)
+        return (
+            f"data.filter, data.uids and data.transforms keep {kept:.1%} of the first {samples + dropped:,} samples: the "
+            f"run makes about {passes:,.1f} passes over these samples"
+        )
 
     def _write_events(self, record: dict[str, Any]) -> None:
         samples = int(record["samples"])

@@ -1,47 +1,65 @@
-"""Find the largest global batch that fits, and write a recipe that trains with it."""
+"""Find the fastest settings that fit, for the recipe's global batch or for the largest one, and write a recipe."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 
 from disco_ds.config import Config, check_config
+from disco_ds.config.ds_config import merge, zero_stage
 from disco_ds.config.recipe_yaml import Dumper
+from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
+from disco_ds.plan.speed import plan_speed
 from disco_ds.plan.towers import Towers, trace
 
+Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
-Only the first and the last are traced. The towers' memory at the other sizes is interpolated. The result is never too
-low: at each moment, memory is linear in the size. So the peak, which is the maximum over moments, is convex, and a
-line between two of its points never lies below it.
+For the recipe's global batch, all of its divisors between the first and the last are tried. Only the smallest and the
+largest are traced. The towers' memory at the other sizes is interpolated. The result is never too low: at each moment,
+memory is linear in the size. So the peak, which is the maximum over moments, is convex, and a line between two of its
+points never lies below it.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
-"""`fit` accepts global batches down to this fraction of the largest one. Of all accepted settings, it takes those with
-the fewest FLOPs per sample."""
+"""For the largest global batch, `fit` accepts batches down to this fraction of the largest one. Of all accepted
+settings, it takes those with the least work per sample."""
+TIE = 1.02
+"""Of settings whose work differs by less than this factor, `fit` takes those with the fewest changes to the recipe."""
 
 
 def fit(
-    config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions
+    config: Config,
+    ranks: int,
+    gpu: Gpu,
+    host_gib: float | None,
+    assumed: Assumptions,
+    batch: Batch = "same",
 ) -> tuple[Config, Towers]:
-    """Find the recipe with the largest global batch, or a slightly smaller one with less work per sample (see ENOUGH).
+    """Find the fastest settings that fit.
 
-    The search varies the micro-batch size, activation checkpointing, and where pixels are held.
+    The search varies the micro-batch size, activation checkpointing, where pixels are held and, for the same batch, the
+    ZeRO stage.
 
     Args:
         config: The recipe.
         ranks: Number of GPUs.
-        gib: Memory per GPU in GiB.
+        gpu: The kind of GPU.
         host_gib: Memory of each host in GiB, which limits the images and everything else that the plan places on a
             host. None: the images stay on the GPU, and host memory is not limited.
         assumed: Assumptions of the plan; see Assumptions.
+        batch: "same": the recipe's global batch. "largest": the largest one that fits; see ENOUGH.
 
     Returns:
         The recipe, and what its towers need.
@@ -49,57 +67,121 @@ def fit(
     Raises:
         ValueError: If nothing fits; the message states the least GPU memory that is needed.
     """
-    per_host = min(ranks, assumed.per_host)
-    smallest, largest = MICRO_BATCHES[0], MICRO_BATCHES[-1]
-
-    def change(K: int, m: int, checkpointing: bool, pixels: str) -> Config:
-        """Return the recipe with K micro-batches of m samples per rank."""
-        update = {
-            "global_batch": ranks * K * m,
-            "micro_batch": m,
-            "image_staging": pixels,
-            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
-            "ranks": ranks,
-        }
-        return config.model_copy(update=update)
-
-    def fits(tried: Config, towers: Towers) -> bool:
-        memory = plan_memory(tried, ranks, towers, assumed)
-        if host_gib is not None and per_host * sum(memory.host.values()) > host_gib * GIB:
-            return False
-        return memory.total <= gib * GIB
-
-    places = ["device"] if host_gib is None else ["device", "host", "compressed"]
+    b = config.global_batch // ranks
+    sizes = list(MICRO_BATCHES)
+    if batch == "same":
+        config.num_micro_batches(ranks)
+        sizes = [m for m in range(min(sizes[0], b), min(sizes[-1], b) + 1) if b % m == 0]
+    places = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
+    stages = _list_stages(config) if batch == "same" else [zero_stage(config.deepspeed)]
     found = []
     for checkpointing in (False, True):
         few, many = (
-            trace(change(1, m, checkpointing, "device"), m, assumed=assumed)
-            for m in (smallest, largest)
+            trace(change(config, ranks, 1, m, checkpointing=checkpointing), m, assumed=assumed)
+            for m in (sizes[0], sizes[-1])
         )
-        for m, pixels in product(MICRO_BATCHES, places):
-            towers = few.interpolate(many, (m - smallest) / (largest - smallest))
-            counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
-            # counts starts at 1, so the index of the first K that does not fit is the largest K that fits.
-            K = bisect_left(
-                counts, True, key=lambda K: not fits(change(K, m, checkpointing, pixels), towers)
+        for level, m, pixels in product(stages, sizes, places):
+            towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
+            tried = partial(
+                change, config, ranks, m=m, pixels=pixels, checkpointing=checkpointing, level=level
             )
+            bounds = ranks, towers, gpu, host_gib, assumed
+            if batch == "same":
+                K = b // m if _fits(tried(b // m), *bounds) else 0
+            else:
+                counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
+                # counts starts at 1, so the index of the first K that does not fit is the largest K that fits.
+                K = bisect_left(counts, True, key=lambda K: not _fits(tried(K), *bounds))
             if K:
+                chosen = tried(K)
+                speed = plan_speed(chosen, ranks, towers, gpu, assumed)
                 # All micro-batches except the last run the forward pass twice.
                 flops = K * towers.flops + (K - 1) * towers.replay_flops
-                found.append((flops / (K * m), change(K, m, checkpointing, pixels), towers))
+                work = (speed.step_s if speed else flops) / chosen.global_batch
+                found.append((work, chosen, towers))
     if not found:
         # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
-        least = change(1, smallest, True, "device")
+        K = b // sizes[0] if batch == "same" else 1
+        least = change(config, ranks, K, sizes[0], checkpointing=True, level=stages[-1])
         needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(
-            f"nothing fits in {gib:g} GiB: a single micro-batch of {smallest}, with activation checkpointing, "
-            f"needs {needed:.2f} GiB; use a higher ZeRO stage, smaller buckets, or more GPUs"
+            f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
+            f"{needed:.2f} GiB; use smaller buckets or more GPUs"
         )
     # A slightly smaller batch is accepted if it saves much recomputation.
-    enough = ENOUGH * max(config.global_batch for _, config, _ in found)
+    enough = ENOUGH * max(chosen.global_batch for _, chosen, _ in found)
     large = [entry for entry in found if entry[1].global_batch >= enough]
-    _, best, towers = min(large, key=lambda entry: (entry[0], -entry[1].micro_batch))
+    limit = TIE * min(work for work, _, _ in large)
+    fast = [entry for entry in large if entry[0] <= limit]
+    _, best, towers = min(fast, key=lambda entry: (len(list_changes(config, entry[1])), entry[0]))
     return _shorten_warmup(best), towers
+
+
+def change(
+    config: Config,
+    ranks: int,
+    K: int,
+    m: int,
+    pixels: str = "device",
+    checkpointing: bool = False,
+    level: int | None = None,
+) -> Config:
+    """Return the recipe with K micro-batches of m samples per rank.
+
+    Args:
+        config: The recipe.
+        ranks: Number of GPUs.
+        K: Number of micro-batches.
+        m: Their size.
+        pixels: Value of image_staging.
+        checkpointing: Value of model.activation_checkpointing.
+        level: ZeRO stage; None keeps the recipe's.
+    """
+    update: dict[str, Any] = {
+        "global_batch": ranks * K * m,
+        "micro_batch": m,
+        "image_staging": pixels,
+        "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
+        "ranks": ranks,
+    }
+    if level is not None and level != zero_stage(config.deepspeed):
+        changes = {"zero_optimization": {"stage": level}}
+        update["deepspeed"] = merge(deepcopy(config.deepspeed), changes)
+    return config.model_copy(update=update)
+
+
+def _list_stages(config: Config) -> list[int]:
+    """Return the ZeRO stages that the recipe can use without other changes."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    given = zero_stage(config.deepspeed)
+    is_tied = config.optim.name in ("lamb", "muon") or any("offload" in key for key in zero)
+    return [given] if given == 0 or is_tied else [1, 2, 3]
+
+
+def _fits(
+    tried: Config,
+    ranks: int,
+    towers: Towers,
+    gpu: Gpu,
+    host_gib: float | None,
+    assumed: Assumptions,
+) -> bool:
+    memory = plan_memory(tried, ranks, towers, assumed)
+    host_bytes = min(ranks, assumed.per_host) * sum(memory.host.values())
+    return memory.total <= gpu.gib * GIB and (host_gib is None or host_bytes <= host_gib * GIB)
+
+
+def list_changes(before: Config, after: Config) -> list[str]:
+    """Return the settings that `fit` has changed, as overrides."""
+
+    def settings(config: Config) -> Iterator[tuple[str, object]]:
+        yield "micro_batch", config.micro_batch
+        yield "model.activation_checkpointing", config.model.activation_checkpointing
+        yield "image_staging", config.image_staging
+        yield "deepspeed.zero_optimization.stage", zero_stage(config.deepspeed)
+
+    pairs = zip(settings(before), settings(after), strict=True)
+    return [f"{name}={str(new).lower()}" for (name, old), (_, new) in pairs if new != old]
 
 
 def _shorten_warmup(config: Config) -> Config:

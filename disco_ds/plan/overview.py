@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from disco_ds.config import Config
+from disco_ds.data import count_epoch, load_sources
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import fit
+from disco_ds.plan.fit import Batch, fit
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.text_tokens import read_text_tokens
@@ -19,7 +21,7 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe. With `largest`, it is the recipe that the search chose."""
+    """The recipe. With `search`, it is the recipe that the search chose."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
@@ -48,7 +50,7 @@ def plan_run(
     ranks: int | None = None,
     gpu: str | Gpu = "A100-80G",
     assumed: Assumptions | None = None,
-    largest: bool = False,
+    search: Batch | None = None,
     host_gib: float | None = None,
 ) -> Plan:
     """Plan the memory and speed of a run without a GPU, by tracing its towers on fake tensors.
@@ -58,13 +60,13 @@ def plan_run(
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
         assumed: Assumptions of the plan; see Assumptions.
-        largest: Whether to search for the largest global batch that fits. The search varies the
-            micro-batch size, activation checkpointing and, with host_gib, where the step's pixels are held.
-        host_gib: Memory of a host in GiB. It is used only with `largest`.
+        search: "same" searches for the fastest settings for the recipe's global batch, and "largest" for those of the
+            largest batch that fits; see `disco_ds.plan.fit`. None plans the recipe as it is.
+        host_gib: Memory of a host in GiB. With it, the search also varies where the step's pixels are held.
 
     Raises:
         ValueError: If the batch cannot be divided evenly among the ranks, the model cannot be traced,
-            the cost of the loss is unknown, or, with `largest`, nothing fits.
+            the cost of the loss is unknown, or, with `search`, nothing fits.
 
     Example:
         >>> from disco_ds import load_config, plan_run
@@ -74,15 +76,30 @@ def plan_run(
     """
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     ranks = ranks or config.ranks or 1
-    if not largest:
+    if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
-    assumed = read_text_tokens(config, assumed or Assumptions(), build_fake_model)
-    if largest:
-        config, towers = fit(config, ranks, chosen.gib, host_gib, assumed)
+    epoch_samples = 0
+    if assumed is None or assumed.num_samples is None:
+        num_samples, epoch_samples = count_samples(config)
+        assumed = replace(assumed or Assumptions(), num_samples=num_samples)
+    assumed = read_text_tokens(config, assumed, build_fake_model)
+    if search:
+        config, towers = fit(config, ranks, chosen, host_gib, assumed, search)
     else:
         towers = trace(config, config.micro_batch, assumed=assumed)
-    if num_samples := known_samples(config, assumed.num_samples):
-        config = config.with_samples(num_samples)
+    if epoch_samples := epoch_samples or known_samples(config, assumed.num_samples):
+        config = config.with_samples(epoch_samples)
     memory = plan_memory(config, ranks, towers, assumed)
     speed = plan_speed(config, ranks, towers, chosen, assumed)
     return Plan(config, ranks, chosen, assumed, memory, speed)
+
+
+def count_samples(config: Config) -> tuple[int | None, int]:
+    """Return the number of samples in the data and in an epoch: (None, 0) if the data cannot be read from here."""
+    # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
+    if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
+        return None, 0
+    with suppress(ValueError, OSError):
+        sources = load_sources(config.data)
+        return sum(source.num_samples for source in sources), count_epoch(config.data, sources)
+    return None, 0

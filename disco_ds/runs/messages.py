@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-import warnings
 from contextlib import suppress
 
 from disco_ds.config.secrets import redact
@@ -19,9 +18,6 @@ def set_up_logging() -> bool:
         Whether this process is the first rank.
     """
     first = os.environ.get("RANK", "0") == "0"
-    # DeepSpeed 0.19 calls collectives by names that torch 2.14 deprecates. Users cannot do anything
-    # about this warning.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.basicConfig(
         level=logging.WARNING if first else logging.ERROR,
         format="%(levelname)s %(name)s: %(message)s",

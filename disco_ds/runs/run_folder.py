@@ -24,13 +24,16 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
 """Folder name of a complete checkpoint."""
+META = "checkpoint.json"
+"""A file that every complete checkpoint contains."""
 CONFIG = "config.yaml"
 FINISHED = "finished.json"
 """Written after the last step of a run. If it exists, the run succeeded, even if the launcher reported an error."""
 LAUNCHED = "launch.json"
 """Contains the ID of the launch that used the folder last and the exit code that its ranks agreed on."""
 AUTO = "auto"
-"""Value of --resume: resume the newest run of this name if it has a complete checkpoint; otherwise start a new run.
+"""Value of --resume: resume the newest run of this name that has a complete checkpoint. If there is none, start a new
+run.
 
 If the newest run has already done all steps of the recipe, nothing is started.
 """
@@ -62,8 +65,8 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
     Args:
         runs: Folder of all runs.
         name: Name of the run.
-        resume: "latest" for the newest of runs/name, runs/name-2, ...; otherwise the path of a run
-            folder or of one of its checkpoints.
+        resume: "latest" for the folder that find_newest returns; otherwise the path of a run folder or of one of its
+            checkpoints.
 
     Raises:
         ValueError: If the folder or checkpoint does not exist.
@@ -72,7 +75,8 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
         newest = find_newest(runs, name)
         if newest is None:
             raise ValueError(
-                f"--resume latest: no run called {name} in {runs}; start one without --resume"
+                f"--resume latest: no run called {name} in {runs} is finished or has a complete checkpoint; start one "
+                "without --resume"
             )
         return newest
     path, checkpoint = split_resume(resume)
@@ -102,7 +106,9 @@ def refuse_other_name(folder: Path, name: str) -> None:
 
 
 def find_newest(runs: Path, name: str) -> Path | None:
-    """Return the folder with the highest number among runs/name, runs/name-2, ...; None if there is none.
+    """Return the newest folder among runs/name, runs/name-2, ... that is finished or has a complete checkpoint.
+
+    Newer folders without a checkpoint are passed over with a warning. If no folder is left, the result is None.
 
     Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. Without a readable
     config.yaml, the folder is not considered.
@@ -122,7 +128,16 @@ def find_newest(runs: Path, name: str) -> Path | None:
                     CONFIG,
                     error,
                 )
-    return max(found)[1] if found else None
+    passed_over: list[str] = []
+    for _, folder in sorted(found, reverse=True):
+        checkpoints = (path.parent for path in folder.glob(f"{CHECKPOINTS}/*/{META}"))
+        if (folder / FINISHED).exists() or any(STEP.fullmatch(path.name) for path in checkpoints):
+            if passed_over:
+                skipped = ", ".join(passed_over)
+                logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
+            return folder
+        passed_over.append(str(folder))
+    return None
 
 
 def split_resume(resume: str) -> tuple[Path, Path | None]:

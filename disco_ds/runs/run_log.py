@@ -26,9 +26,9 @@ def say(text: str) -> None:
     _messages.info(text)
 
 
-def note(text: str) -> None:
+def note(text: str, level: int = logging.ERROR) -> None:
     """Log a message that has already been printed, such as an error."""
-    _messages.error(text)
+    _messages.log(level, text)
 
 
 class _Handler(logging.FileHandler):

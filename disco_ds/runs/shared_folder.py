@@ -76,10 +76,10 @@ def read_finished(folder: Path) -> tuple[int, int]:
 
 @contextmanager
 def removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
-    """Remove the run folder if the block raises a ValueError and the folder is new."""
+    """Remove the run folder if the block fails and the folder is new."""
     try:
         yield
-    except ValueError:
+    except Exception:
         if new and comm.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -43,6 +43,7 @@ from disco_ds.data import (
     Share,
     Source,
     Staging,
+    count_epoch,
     fingerprint,
     load_sources,
     merge_states,
@@ -205,7 +206,7 @@ def build(
     loss, sources, sets = load_loss_and_data(config)
     teacher = build_teacher(config, loss) if config.teacher else None
     identify_stage = identify(config, sources, teacher)
-    recipe = config.with_samples(sum(source.num_samples for source in sources))
+    recipe = config.with_samples(count_epoch(config.data, sources))
     folder, saved = None, None
     if resume:
         folder = open_folder(recipe, resume, stack)
@@ -225,6 +226,12 @@ def build(
         description += f"\nteacher: {teacher.identity['model']}; {teacher.description}"
     loader = build_loader(config, sources, model, tokenizer, image, share, saved, frozen)
     stack.callback(loader.close)
+    if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
+        logger.warning(
+            "global_batch=%d is larger than the data (%d samples), so a batch contains some samples twice",
+            config.global_batch,
+            loader.num_samples,
+        )
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
@@ -243,7 +250,8 @@ def build(
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
             warn_of_rise(config, schedule, saved.meta["num_steps"])
     writers = find_writers(engine, wandb)
-    metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.num_samples)
+    num_samples = loader.num_samples if config.data.is_filtered else 0
+    metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples, num_samples)
     stack.callback(metrics.close)
     # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
     is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
@@ -377,12 +385,11 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check packages, loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
+    """Check loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
 
     Raises:
         ValueError: If a run with these settings would fail one of these checks.
     """
-    check_packages(config)
     make_loss(config)
     if config.optim.factory:
         load_custom(config.optim.factory)

@@ -120,7 +120,7 @@ def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
         raise DataStopError(f"{error}; {save_without(run, step)}") from None
     finally:
         run.metrics.add_wait(data.wait_s)
-        run.metrics.name_broken(step, data.broken)
+        run.metrics.name_broken(step, data.broken + data.damaged)
     run.skipped_in_a_row = 0
     if output.grad_norm is None:
         run.overflows.append(run.engine.optimizer.loss_scale)
@@ -174,7 +174,7 @@ def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> 
     """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
         # Use the decimal number that the user wrote, because floats such as 0.1 are not exact.
-        every_samples = Fraction(str(settings.every_epochs)) * run.loader.num_samples
+        every_samples = Fraction(str(settings.every_epochs)) * run.loader.epoch_samples
         before, now = (run.schedule.samples(done) // every_samples for done in (step - 1, step))
         return before < now
     return bool(settings.every_steps) and step % settings.every_steps == 0
@@ -225,7 +225,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 def publish(run: Run, step: int, results: list[Result]) -> None:
     """Write the results to the log and to W&B, and keep examples for report.png. Rank 0 only."""
-    samples, epoch_samples = run.schedule.samples(step), run.loader.num_samples
+    samples, epoch_samples = run.schedule.samples(step), run.loader.epoch_samples
     epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
     say(f"step {step:,}{epoch}:\n{describe(results)}")
     classified = [result for result in results if result.examples]

@@ -26,8 +26,9 @@ from disco_ds.checkpoints.checkpoint import (
     read,
     shape,
 )
-from disco_ds.checkpoints.retention import META, DamagedError
+from disco_ds.checkpoints.retention import DamagedError
 from disco_ds.distributed import comm
+from disco_ds.runs.run_folder import META
 from helpers.checkpoints import SHAPE, describe, flip, identify, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.towers import TINY, tiny_config

@@ -17,14 +17,14 @@ import torch
 
 from disco_ds.checkpoints.checkpoint import read
 from disco_ds.checkpoints.resume import choose
-from disco_ds.checkpoints.retention import META, find_latest
+from disco_ds.checkpoints.retention import find_latest
 from disco_ds.checkpoints.weights import read_tensors
 from disco_ds.config import ModelSettings, load_config, make_schedule
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
-from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, mark_finished
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, META, mark_finished
 from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
 from disco_ds.training.loop import is_due, train
@@ -452,7 +452,7 @@ def test_epochs_are_counted_in_whole_samples(tmp_path: Path) -> None:
     own = ["global_batch=100", "micro_batch=100", "steps=10", "checkpoint.every_epochs=0.1"]
     config = load_config(recipe(tmp_path), own)
     run: Any = SimpleNamespace(
-        schedule=make_schedule(config), loader=SimpleNamespace(num_samples=1000)
+        schedule=make_schedule(config), loader=SimpleNamespace(epoch_samples=1000)
     )
     steps = range(1, 11)
     assert all(is_due(run, step, config.checkpoint) for step in steps)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from disco_ds.checkpoints.checkpoint import identity, read, shape
-from disco_ds.checkpoints.retention import META, find_latest
+from disco_ds.checkpoints.retention import find_latest
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, build_from, read_weights
 from disco_ds.config import EmaSettings, ModelSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer, read_architecture
-from disco_ds.runs.run_folder import CHECKPOINTS
+from disco_ds.runs.run_folder import CHECKPOINTS, META
 from disco_ds.training.ema import averaged, update_average
 from disco_ds.training.engine import backward_and_step, build_engine, set_lr
 from helpers.checkpoints import flip, plant, save_now

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from disco_ds.cli.main import main
 from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest
 from helpers.paths import ROOT, TESTS
 from helpers.shards import (
@@ -120,8 +121,64 @@ def test_truncated_shard_costs_its_lost_samples(
     loader.close()
     assert set(read) >= set(range(20))
     assert 5 <= 40 - len(set(read)) <= 15
-    broken = [name for step in steps for name in step.broken]
-    assert "unexpected end of data" in broken[0] or "end mark" in broken[0]
+    assert not any(step.broken for step in steps)
+    # The loader names the shard once, although it reads more than one epoch.
+    (damaged,) = [name for step in steps for name in step.damaged]
+    assert damaged.startswith("00001.tar/")
+    assert "of its 20 samples are lost: " in damaged
+    assert loader.dropped >= 40 - len(set(read))
+
+
+def test_shard_that_several_workers_read_is_named_once(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, [40, 40]).folder
+    damage_header(folder / "00001.tar")
+    loader = make_loader(load_manifest(folder), settings(workers=2), batch=20)
+    damaged = [name for _ in range(6) for name in read_step(loader).damaged]
+    loader.close()
+    assert len(damaged) == 1
+
+
+def damage_header(path: Path) -> None:
+    """Overwrite a header in the middle of a shard, which loses the rest of the shard. A disk does so silently."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    start = data.index(b"0008.png")
+    data[start : start + 200] = b"\xff" * 200
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_damaged_shards_stop_a_run_only_if_they_are_many(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, [40] * 8).folder
+    for number in range(3):
+        damage_header(folder / f"{number:05d}.tar")
+    loader = make_loader(load_manifest(folder), settings(), batch=20)
+    steps = [read_step(loader) for _ in range(20)]
+    loader.close()
+    assert not any(step.error for step in steps)
+    assert sorted(name[:9] for step in steps for name in step.damaged) == [
+        f"{number:05d}.tar" for number in range(3)
+    ]
+    assert "33 of its 40 samples are lost" in next(
+        step.damaged[0] for step in steps if step.damaged
+    )
+    damage_header(folder / "00005.tar")
+    loader = make_loader(load_manifest(folder), settings(), batch=20)
+    error = next(step.error for step in iter(lambda: read_step(loader), None) if step.error)
+    loader.close()
+    assert "4 of " in error
+    assert "shards are damaged; the limit is 3" in error
+    assert "--check --full" in error
+
+
+def test_full_check_names_a_shard_that_was_damaged_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_shards(tmp_path, [20, 20]).folder
+    damage_header(folder / "00001.tar")
+    assert main(["index", str(folder), "--check"]) == 0
+    assert main(["index", str(folder), "--check", "--full", "--workers", "0"]) == 1
+    assert "00001.tar: 7 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("workers", "max_broken"), [(0, 1.0), (2, 0.01)])

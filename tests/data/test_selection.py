@@ -14,9 +14,9 @@ import torch
 import webdataset as wds
 from PIL import Image
 
-from disco_ds.data import load_sources
+from disco_ds.data import count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
-from disco_ds.data.errors import BrokenSample, DroppedSample
+from disco_ds.data.errors import BrokenSample, DataError, DroppedSample
 from disco_ds.data.sources.selection import Selection, _contains, _passes, read_uids
 from helpers.shards import CONTEXT, make_loader, read_global, read_step, settings, write_shards
 
@@ -95,6 +95,29 @@ def test_selected_samples_come_in_one_order_at_any_number_of_ranks(
     if len(wanted) == sum(SIZES):
         plain = settings(folder, slots=4)
         assert steps == read_global(load_sources(plain), plain, 1, 12)[0]
+
+
+def test_epoch_has_as_many_samples_as_uids(folder: Path, tmp_path: Path) -> None:
+    uids = np.array([(0, i) for i in range(40)], dtype="u8,u8")
+    np.save(tmp_path / "uids.npy", np.sort(uids))
+    data = settings(folder, slots=4, uids=tmp_path / "uids.npy")
+    assert count_epoch(data, load_sources(data)) == 40
+    loader = make_loader(load_sources(data), data)
+    assert (loader.epoch_samples, loader.num_samples) == (40, sum(SIZES))
+    loader.close()
+    plain = settings(folder, slots=4)
+    assert count_epoch(plain, load_sources(plain)) == sum(SIZES)
+
+
+def test_filter_on_a_field_that_no_sample_has_lists_the_fields(folder: Path) -> None:
+    selection = Selection(None, {"similarity": {"min": 0.3}}, ())
+    members = add_fields(0, {})
+    for _ in range(999):
+        with pytest.raises(DroppedSample):
+            selection.apply(members, str)
+    expected = "1,000 samples .* similarity; their fields: captions, language, score, uid"
+    with pytest.raises(DataError, match=expected):
+        selection.apply(members, str)
 
 
 def test_dropped_and_broken_samples_are_counted_apart(tmp_path: Path) -> None:

@@ -186,6 +186,21 @@ def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
 
 
+def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -> None:
+    def score(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return drawn(index, sample) | {"json": json.dumps({"score": index / 100}).encode()}
+
+    write_shards(tmp_path / "data", [40, 30, 30], score)
+    config = data_of(tmp_path / "data", filter={"score": {"min": 0.7}})
+    line = the(look_at_data(config), "data.filter")
+    # The run has 100 steps of 64 samples, and the filter keeps 30 samples.
+    assert (line.status, "30.0%" in line.found, "213.3 passes" in line.found) == ("ok", True, True)
+    config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
+    line = the(look_at_data(config), "data.filter")
+    assert line.status == "fail"
+    assert "similarity; their fields: score" in line.found
+
+
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [40, 30, 20], drawn)
     lines = look_at_data(
@@ -199,7 +214,8 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     ]
     assert lines[3].found.startswith("82 read, 0 broken; captions 3 to ")
     assert lines[3].found.endswith("0% fill the context, 100% of them different")
-    assert statuses(look_at_data(settings(model={"name": "quickstart"}))) == [
+    synthetic = settings(model={"name": "quickstart"}, checkpoint={"every_steps": 50})
+    assert statuses(look_at_data(synthetic)) == [
         ("ok", "data.slots"),
         ("ok", "length"),
         ("ok", "samples"),
@@ -207,17 +223,21 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     line = the(
         look_at_data(settings(steps=None, epochs=1e-9, model={"name": "quickstart"})), "data"
     )
-    assert (line.status, "the run's 0 steps of 64 samples" in line.found) == ("fail", True)
+    assert (line.status, "global_batch=64 is larger than the whole run" in line.found) == (
+        "fail",
+        True,
+    )
 
 
-def test_truncated_shard_is_a_warning_and_fails_its_samples(tmp_path: Path) -> None:
+def test_truncated_shard_is_a_warning_that_counts_its_lost_samples(tmp_path: Path) -> None:
     write_shards(tmp_path, [20, 30, 20])
     os.truncate(tmp_path / "00002.tar", 12_345)
     lines = look_at_data(data_of(tmp_path))
     assert the(lines, "manifest").status == "warn"
     assert "1 changed since they were indexed, such as 00002.tar" in the(lines, "manifest").found
-    assert the(lines, "samples").status == "fail"
-    assert "the tar has only 3 complete samples: " in the(lines, "samples").found
+    assert the(lines, "samples").status == "warn"
+    assert "70 read, 0 broken" in the(lines, "samples").found
+    assert "17 of its 20 samples are lost: " in the(lines, "samples").found
 
 
 def test_manifest_that_is_missing_fails(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from disco_ds.checkpoints.checkpoint import (
     shape,
     start_save,
 )
-from disco_ds.checkpoints.retention import FORMAT, META, seal
+from disco_ds.checkpoints.retention import FORMAT, seal
 from disco_ds.distributed import jobs
-from disco_ds.runs.run_folder import CHECKPOINTS
+from disco_ds.runs.run_folder import CHECKPOINTS, META
 from helpers.towers import TINY, tiny_config
 
 

@@ -21,4 +21,6 @@ def the(lines: list[Line], check: str) -> Line:
 
 def data_of(folder: Path | str, **changes: Any) -> Config:
     data = {"shards": str(folder), "source": "shards", "image_key": "png", "workers": 2, **changes}
-    return settings(data=data, model={"name": "quickstart"})
+    # A checkpoint is due before the end of the 100 steps.
+    checkpoint = {"every_steps": 50}
+    return settings(data=data, model={"name": "quickstart"}, checkpoint=checkpoint)

@@ -23,6 +23,7 @@ from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
 from disco_ds.models.two_towers import TwoTowers
 from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.fit import list_changes
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.overview import plan_run
 from disco_ds.plan.speed import _count_engine, plan_speed
@@ -30,6 +31,7 @@ from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
+from helpers.shards import write_shards
 from helpers.tool import load_tool
 from helpers.towers import batches, prepare, tiny_config, write_tiny
 
@@ -309,6 +311,8 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
         "0.1",
         "--fit",
         str(folder),
+        "--batch",
+        "largest",
         "--host-memory",
         "2",
         "samples=5000000",
@@ -331,6 +335,48 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     )
     assert run(argv, monkeypatch) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_faster_settings_for_the_batch_are_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = ["global_batch=8192", "micro_batch=64", "model.activation_checkpointing=true"]
+    argv = command(tmp_path, *slow)
+    assert run(argv, monkeypatch) == 0
+    out = capsys.readouterr().out
+    # 2,048 samples per rank fit into one micro-batch, which needs no second forward pass.
+    assert "\nfaster: micro_batch=2048 model.activation_checkpointing=false: 0." in out
+    assert "\n122,070 steps, " in out
+    assert " minutes on 4 GPUs" in out
+    folder = tmp_path / "fitted"
+    assert run([*argv, "--fit", str(folder)], monkeypatch) == 0
+    assert "faster: " not in capsys.readouterr().out
+    config = load_config(folder / "recipe.yaml")
+    assert (config.global_batch, config.micro_batch) == (8192, 2048)
+    fitted = ["disco-ds", "plan", "--config", str(folder / "recipe.yaml"), "--context", "0.01"]
+    assert run(fitted, monkeypatch) == 0
+    assert "faster: no other micro-batch" in capsys.readouterr().out
+
+
+def test_fastest_settings_fit_and_may_change_the_zero_stage(tmp_path: Path) -> None:
+    config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=8192, micro_batch=64)
+    assumed = Assumptions(context_gib=0.01)
+    plans = {gib: plan_run(config, 4, str(gib), assumed, "same") for gib in (1, 0.27)}
+    assert all(plan.fits for plan in plans.values())
+    assert list_changes(config, plans[1].config) == ["micro_batch=2048"]
+    assert plans[0.27].config.micro_batch < 2048
+    with pytest.raises(ValueError, match=r"nothing fits in 0\.001 GiB: micro-batches of 64"):
+        plan_run(config, 4, "0.001", assumed, "same")
+
+
+def test_plan_counts_the_samples_of_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_shards(tmp_path / "shards", [200, 312]).folder
+    data = f"data={{shards: {folder}, image_key: png}}"
+    argv = command(tmp_path, "samples=null", "epochs=100", "optim.warmup_steps=10", data)
+    assert run(argv, monkeypatch) == 0
+    assert "200 steps, " in capsys.readouterr().out
 
 
 def test_plan_says_what_does_not_fit(
@@ -368,8 +414,8 @@ def test_each_stage_is_planned(
         (["--gpu-memory", "-1"], "positive number of GiB"),
         (["micro_batch=48"], "not a multiple of ranks x micro_batch"),
         pytest.param(
-            ["--gpu-memory", "0.001", "--fit", "x"],
-            "nothing fits in 0.001 GiB: a single micro-batch of 64",
+            ["--gpu-memory", "0.001", "--fit", "x", "--batch", "largest"],
+            "nothing fits in 0.001 GiB: micro-batches of 64",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -17,6 +17,8 @@ from disco_ds.runs.run_folder import (
     CONFIG,
     FINISHED,
     LAUNCHED,
+    META,
+    find_newest,
     find_run_folder,
     lock_folder,
     make_run_folder,
@@ -25,6 +27,7 @@ from disco_ds.runs.run_folder import (
     refuse_other_name,
     split_resume,
 )
+from disco_ds.runs.shared_folder import removed_if_refused
 from helpers.schedule import plain
 from helpers.small_disk import mount_small_disk
 
@@ -55,9 +58,24 @@ def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> No
     assert (runs / "b").read_text() == "a file"
 
 
-def write_config(folder: Path, name: str) -> None:
-    folder.mkdir()
+def write_config(folder: Path, name: str, checkpoint: str = "step-00000002") -> None:
+    (folder / CHECKPOINTS / checkpoint).mkdir(parents=True)
+    (folder / CHECKPOINTS / checkpoint / META).touch()
     (folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
+
+
+def test_find_newest_passes_over_runs_without_a_complete_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_config(tmp_path / "a", "a")
+    write_config(tmp_path / "a-2", "a")
+    write_config(tmp_path / "a-3", "a", "set-aside-step-00000002")
+    write_config(tmp_path / "a-4", "a")
+    (tmp_path / "a-4" / CHECKPOINTS / "step-00000002" / META).unlink()
+    assert find_newest(tmp_path, "a") == tmp_path / "a-2"
+    assert f"{tmp_path}/a-4, {tmp_path}/a-3" in caplog.text
+    mark_finished(tmp_path / "a-4", {})
+    assert find_run_folder(tmp_path, "a", "latest") == tmp_path / "a-4"
 
 
 def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
@@ -72,7 +90,7 @@ def test_find_run_folder_passes_over_a_damaged_config(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, text in enumerate([b"", b"\xff", b"name: [", b"[a]", b"{}", b"name: a"], 2):
-        (tmp_path / f"a-{number}").mkdir()
+        write_config(tmp_path / f"a-{number}", "a")
         (tmp_path / f"a-{number}" / CONFIG).write_bytes(text)
     (tmp_path / "a-8" / CONFIG).mkdir(parents=True)
     assert find_run_folder(tmp_path, "a", "latest") == tmp_path / "a-7"
@@ -97,7 +115,9 @@ def test_find_run_folder_without_a_run_says_so(exists: bool, tmp_path: Path) -> 
     runs = tmp_path / "runs"
     if exists:
         (runs / "other").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"no run called a in .*runs; start one without --resume"):
+    with pytest.raises(
+        ValueError, match=r"no run called a in .*runs is .*; start one without --resume"
+    ):
         find_run_folder(runs, "a", "latest")
     assert runs.exists() == exists
 
@@ -112,11 +132,18 @@ def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
     assert folder == tmp_path / "a"
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_start_that_fails_leaves_no_folder(new: bool, tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path, "a")
+    with pytest.raises(RuntimeError), removed_if_refused(folder, new):
+        raise RuntimeError("the optimizer cannot be built")
+    assert folder.exists() != new
+
+
 def test_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     """Otherwise, neither the folder's name nor the name in its config would find it."""
     for folder in ("a", "a-2", "moved", "b"):
         write_config(tmp_path / folder, "a")
-        (tmp_path / folder / CHECKPOINTS).mkdir()
     with pytest.raises(ValueError, match=r"the run is called a, but .* name=b; set name=a"):
         refuse_other_name(tmp_path / "a-2", "b")
     for folder, name in (("a", "a"), ("a-2", "a"), ("moved", "a"), ("b", "b")):

@@ -23,6 +23,7 @@ def test_log_has_what_is_said_and_warned_of_with_the_time(
         say("step 1")
         logging.getLogger("disco_ds.some.module").warning("a shard is gone")
         note("the end")
+        note("asked to stop", logging.INFO)
     say("afterwards")
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
     lines = (tmp_path / LOG).read_text().splitlines()
@@ -30,6 +31,7 @@ def test_log_has_what_is_said_and_warned_of_with_the_time(
         "T INFO step 1",
         "T WARNING a shard is gone",
         "T ERROR the end",
+        "T INFO asked to stop",
     ]
     assert capsys.readouterr().out == "step 1\nafterwards\n"
 

@@ -7,6 +7,7 @@ number of ranks as integers, and never communicates with other ranks.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -31,11 +32,14 @@ from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.sources.base import SampleForm, Source
 from disco_ds.data.sources.load import (
+    count_epoch,
     count_slots,
     fingerprint,
     mix,
     open_sources,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Loader:
         self._mean_tokens = 0.0
         """Mean number of tokens of the latest micro-batch's texts."""
         self.num_samples = sum(source.num_samples for source in sources)
+        self.epoch_samples = count_epoch(settings, sources)
         num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
         sources = fit_cache(
             settings, sources, num_slots, share.size, staging.ranks_here or share.size
@@ -124,6 +129,8 @@ class Loader:
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
+        self._damaged: set[str] = set()
+        """Descriptions of the damaged shards that have been found."""
         self._before = self._position
         """The position at the start of the current step."""
         self.worker_pids: list[int] = []
@@ -307,6 +314,12 @@ class Loader:
             data.cursor.update(part.cursor)
             data.broken += part.broken
             data.dropped += part.dropped
+            for damaged in part.damaged:
+                # Several workers may read the same shard.
+                if damaged not in self._damaged:
+                    self._damaged.add(damaged)
+                    data.damaged.append(damaged)
+                    logger.warning("%s", damaged)
         is_last = len(data.index) == self._num_parts
         if is_last:
             position = self._position

@@ -57,7 +57,9 @@ class StepData:
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped in this step."""
     dropped: int = 0
-    """Number of samples that were dropped in this step (see DroppedSample)."""
+    """Number of samples that were dropped or lost in this step (see DroppedSample and LostSample)."""
+    damaged: list[str] = field(default_factory=list)
+    """`shard: reason` of each damaged shard that a worker found in this step."""
     num_tokens: int = 0
     """Number of tokens of all texts, as in MicroBatch.lengths; 0 if they are not counted."""
     index: list[Tensor] = field(default_factory=list)

@@ -20,6 +20,7 @@ from disco_ds.data.errors import (
     BrokenSample,
     DataError,
     DroppedSample,
+    LostSample,
     breaks_sample,
     name_broken,
     read_patiently,
@@ -36,6 +37,8 @@ from disco_ds.data.sources.base import Decode, Samples
 _SPARE_BROKEN = 16
 """Number of broken samples that a worker tolerates in addition to the fraction data.max_broken, so that a few broken
 samples at the start cannot stop a run."""
+_SPARE_DAMAGED = 3
+"""Number of damaged shards that a worker tolerates in addition to the fraction data.max_broken of the shards."""
 _MANY_SKIPPED = 10_000
 """After this many samples in a row without a usable one, a worker logs a warning."""
 _NUM_NAMED = 5
@@ -51,7 +54,9 @@ class Part:
     broken: list[str]
     """`shard/key: reason` of each broken sample that was skipped."""
     dropped: int = 0
-    """Number of samples that were dropped (see DroppedSample)."""
+    """Number of samples that were dropped (see DroppedSample), or lost with the rest of a damaged shard."""
+    damaged: list[str] = field(default_factory=list)
+    """`shard: reason` of each damaged shard that this worker has found."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,10 @@ class _Reader:
         self.cursor = {stream: job.cursor[stream] for stream in streams}
         self._num_read = 0
         self._num_broken = 0
+        self._visited = set[tuple[int, int]]()
+        """(source, shard) of all shards that were read."""
+        self._damaged: dict[tuple[int, int], str] = {}
+        """The damaged ones of these, with the reason."""
         self._last: list[str] = []
         """Descriptions of the last few broken samples, for the error message."""
 
@@ -157,6 +166,7 @@ class _Reader:
             drawn = order.epoch(slot, epoch)  # determines the sample's random numbers
             offset += 1
             self._num_read += 1
+            self._visited.add((source, shard))
             job.at[:3] = source, shard, entry
             progress.add()  # shows the trainer that this worker is alive
             try:
@@ -170,6 +180,14 @@ class _Reader:
             except DroppedSample:
                 part.dropped += 1
                 self._num_read -= 1
+            except LostSample as error:
+                part.dropped += 1
+                self._num_read -= 1
+                if (source, shard) not in self._damaged:
+                    # Entry 0 makes the text the same in all workers.
+                    part.damaged.append(name_broken(samples.name, shard, 0, error))
+                    self._damaged[source, shard] = part.damaged[-1]
+                    self._check_damaged()
             except BrokenSample as error:
                 part.broken.append(name_broken(samples.name, shard, entry, error))
                 self._count(part.broken[-1], error.__cause__)
@@ -189,6 +207,17 @@ class _Reader:
                     " or the manifest counts more samples than their shards contain. The last broken samples: "
                     f"{'; '.join(self._last) or 'none'}"
                 )
+
+    def _check_damaged(self) -> None:
+        """Raise DataError if too many shards are damaged."""
+        most = self._job.settings.max_broken
+        if len(self._damaged) > _SPARE_DAMAGED + most * len(self._visited):
+            named = list(self._damaged.values())[-_NUM_NAMED:]
+            raise DataError(
+                f"{len(self._damaged)} of {len(self._visited)} shards are damaged; the limit is {_SPARE_DAMAGED} plus "
+                f"the fraction data.max_broken={most:g} of the shards read. The last ones: {'; '.join(named)}. "
+                "`disco-ds index SHARDS --check --full` lists all damaged shards"
+            )
 
     def _count(self, text: str, cause: BaseException | None) -> None:
         """Count a broken sample.

@@ -31,6 +31,7 @@ from disco_ds.data.sources.tar import TarIndex, has_data_after_end
 from disco_ds.names import plural
 
 _SAVE_S = 10.0
+_BLOCK = 2**20
 _DEFAULTS = DataSettings.model_fields
 _IMAGES = set(_DEFAULTS["image_key"].default.split(";"))
 _CAPTIONS = {name for text in _DEFAULTS["captions"].default for name in list_fields(text)}
@@ -114,6 +115,7 @@ def index_shards(
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
     contents: Contents | None = None,
+    whole: bool = False,
 ) -> Manifest:
     """Count the samples of every .tar in a folder, or of the listed shards.
 
@@ -130,6 +132,7 @@ def index_shards(
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
         contents: Statistics to which those of all shards that are read are added.
+        whole: Read all bytes of a shard, not only its headers, to find out whether the disk can read them.
 
     Returns:
         The manifest, sorted by name.
@@ -146,7 +149,13 @@ def index_shards(
     saved_at = time.monotonic()
     try:
         for name, result in _count_all(
-            listing, before, workers, remote or RemoteSettings(), published, contents or Contents()
+            listing,
+            before,
+            workers,
+            remote or RemoteSettings(),
+            published,
+            contents or Contents(),
+            whole,
         ):
             if isinstance(result, Shard):
                 shards[name] = result
@@ -176,6 +185,7 @@ def _count_all(
     remote: RemoteSettings,
     published: bool,
     contents: Contents,
+    whole: bool,
 ) -> Iterator[tuple[str, Shard | Exception]]:
     """Count shards. See index_shards.
 
@@ -191,7 +201,7 @@ def _count_all(
         else:
             yield name, Shard(name, found.samples, *found.version)
     tasks = [(unread[name], listing.urls.get(name)) for name in listing.names if name in unread]
-    count = partial(_count, listing.folder, remote)
+    count = partial(_count, listing.folder, remote, whole)
     context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
     with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
         results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
@@ -248,13 +258,14 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
 
 
 def _count(
-    folder: Path, remote: RemoteSettings, task: tuple[Found, str | None]
+    folder: Path, remote: RemoteSettings, whole: bool, task: tuple[Found, str | None]
 ) -> tuple[Shard | Exception, str | None, Contents]:
     """Read one shard and count its samples.
 
     Args:
         folder: Folder of local shards.
         remote: How to fetch a remote shard.
+        whole: See index_shards.
         task: The shard, and its URL if it is remote.
 
     Returns:
@@ -264,6 +275,8 @@ def _count(
     found, url = task
     try:
         with _open(folder, found, url, remote) as file:
+            while whole and file.read(_BLOCK):
+                pass
             index, size = TarIndex(file), os.fstat(file.fileno()).st_size
             problem = None
             if index.truncated is not None:

@@ -109,7 +109,13 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
         return _match_remote(text, remote, known) if is_remote(text) else _match_local(text)
     if is_remote(text) or text.endswith(".tar") or "{" in text:
         return list_shards(text)
-    return list_folder(resolve_shards(text))
+    folder = resolve_shards(text)
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {folder}; expected a folder of .tar shards, names of .tar shards, a .txt file that "
+            "lists them, or a .csv file"
+        )
+    return list_folder(folder)
 
 
 def _read_list(path: Path, remote: RemoteSettings) -> Listing:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
@@ -16,7 +18,7 @@ from disco_ds.data.sources.base import SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
-from disco_ds.data.sources.selection import Selection
+from disco_ds.data.sources.selection import Selection, count_uids
 from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.names import load_custom, plural
 
@@ -84,6 +86,14 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
             f"{name} cannot be constructed: {type(error).__name__}: {error}"
         ) from error
     return source
+
+
+def count_epoch(settings: DataSettings, sources: Sequence[Source]) -> int:
+    """Return the number of samples in an epoch. With data.uids, it is the number of uids, if that is smaller."""
+    counts = Counter[Path | None]()
+    for part, source in zip(settings.parts, sources, strict=True):
+        counts[settings.settings_of(part).uids] += source.num_samples
+    return sum(num if uids is None else min(num, count_uids(uids)) for uids, num in counts.items())
 
 
 def count_slots(

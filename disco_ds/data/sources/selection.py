@@ -11,7 +11,7 @@ import importlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members
-from disco_ds.data.errors import DroppedSample
+from disco_ds.data.errors import DataError, DroppedSample
 from disco_ds.names import load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
@@ -30,13 +30,15 @@ _JOINING = {
     "batched", "unbatched", "listed", "unlisted", "to_tuple",
 }  # fmt: skip
 """Stages of webdataset that need more than one sample or do not return samples."""
+_MANY = 1_000
+"""A field of data.filter that none of this many samples has is an error."""
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
 """Number of uids in a part of a long file. Only some parts are checked for sorting."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Selection:
     """A source's rules for keeping, dropping and changing samples before captions and images are decoded.
 
@@ -49,6 +51,9 @@ class Selection:
     uids: np.ndarray | None
     rules: Mapping[str, Mapping[str, Any]]
     stages: tuple[Stage, ...]
+    _seen: set[str] = field(default_factory=set)
+    """Fields of the samples that have been read."""
+    _num_seen: int = 0
 
     @classmethod
     def load(cls, settings: DataSettings) -> Selection | None:
@@ -76,16 +81,34 @@ class Selection:
 
         Raises:
             DroppedSample: If the sample is left out.
+            DataError: See check_fields, which is called after the first samples.
             Exception: Any exception that a stage or a malformed member causes.
         """
         if self.uids is not None or self.rules:
             fields = json.loads(members["json"]) if "json" in members else members
             if self.uids is not None and not _contains(self.uids, fields["uid"]):
                 raise DroppedSample("its uid is not in data.uids")
+            if self.rules and self._num_seen < _MANY:
+                self._num_seen += 1
+                self._seen.update(fields)
+                if self._num_seen == _MANY:
+                    self.check_fields()
             for key, rule in self.rules.items():
                 if not _passes(fields.get(key), rule):
                     raise DroppedSample(f"its {key} does not pass data.filter")
         return self._prepare(members, name()) if self.stages else members
+
+    def check_fields(self) -> None:
+        """Check that at least one of the first samples had each field of data.filter.
+
+        Raises:
+            DataError: If a field is missing.
+        """
+        if missing := sorted(self.rules.keys() - self._seen):
+            raise DataError(
+                f"data.filter: none of the first {self._num_seen:,} samples has the field {', '.join(missing)}; their "
+                f"fields: {', '.join(sorted(self._seen))}"
+            )
 
     def _prepare(self, members: Members, name: str) -> Members:
         shard, _, key = name.rpartition(".tar/")
@@ -161,6 +184,14 @@ def read_uids(path: Path) -> np.ndarray:
             f"{path} must be sorted, because it has {len(uids):,} uids; use np.save(path, np.sort(uids))"
         )
     return uids
+
+
+def count_uids(path: Path) -> int:
+    """Return the number of uids in a file that read_uids can read."""
+    if path.suffix == ".parquet":
+        count: int = importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
+        return count
+    return len(np.load(path, mmap_mode="r"))
 
 
 def _parse_uid(text: str | bytes) -> tuple[int, int]:

@@ -23,7 +23,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from disco_ds.data.errors import MAX_BYTES, BrokenSample, CacheFullError, DroppedSample
+from disco_ds.data.errors import (
+    MAX_BYTES,
+    BrokenSample,
+    CacheFullError,
+    DroppedSample,
+    LostSample,
+)
 from disco_ds.data.remote.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -243,7 +249,8 @@ class TarReader:
             wanted: The extensions to read; None reads all.
 
         Raises:
-            BrokenSample: If the tar ends before the sample, or if a member cannot be read completely.
+            LostSample: If the tar is damaged before the sample.
+            BrokenSample: If a member cannot be read completely.
             OSError: If the shard itself cannot be read; the error names it.
         """
         try:
@@ -252,8 +259,9 @@ class TarReader:
                 # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
                 raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
-                raise BrokenSample(
-                    f"the tar has only {len(index)} complete samples: {index.truncated}"
+                size = len(index) if self._sizes is None else self._sizes[shard]
+                raise LostSample(
+                    f"the shard is damaged, and {size - len(index)} of its {size} samples are lost: {index.truncated}"
                 )
             return {
                 extension: _read_member(file, extension, offset, size)
