@@ -83,7 +83,7 @@ def translate(line: str, ranks: int | None = None) -> str:
             where = f"{', '.join(row['ours'])}; " if "ours" in row else ""
             shown = "" if value is True else f" {value}"
             comments.append(f"--{flag}{shown}: {where}{row['note']}")
-    for translate_some in (_translate_data, _translate_optim, _translate_length):
+    for translate_some in (_translate_data, _translate_run):
         for key, value in translate_some(flags, global_batch, comments):
             merge(tree, _nest(key, value))
     check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
@@ -98,21 +98,21 @@ def parse_flags(text: str) -> dict[str, Any]:
     Raises:
         ValueError: If a quote is not closed, or a value contains a shell variable.
     """
-    flags: dict[str, Any] = {}
-    name = ""
+    flags: dict[str, list[Any]] = {}
+    values: list[Any] = []
     for word in shlex.split(text, comments=True):
         if "$" in word:
             raise ValueError(f"replace the shell variable in {word!r} by its value")
         if word.startswith("--"):
             name, equals, word = word[2:].partition("=")
-            name = name.replace("_", "-")
-            flags[name] = True
+            values = flags[name.replace("_", "-")] = []
             if not equals:
                 continue
-        value = _parse_number(word)
-        before = flags.get(name, True)
-        flags[name] = value if before is True else [*_as_list(before), value]
-    return flags
+        values.append(_parse_number(word))
+    return {
+        name: values if name == "aug-cfg" or len(values) > 1 else [*values, True][0]
+        for name, values in flags.items()
+    }
 
 
 def _parse_number(word: str) -> Any:
@@ -120,10 +120,6 @@ def _parse_number(word: str) -> Any:
         return float(word) if re.search(r"[.eE]", word) else int(word)
     except ValueError:
         return word
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _nest(key: str, value: Any) -> dict[str, Any]:
@@ -154,10 +150,10 @@ def _translate_data(
         yield "data.image_key", flags.get("csv-img-key", "filepath")
         yield "data.captions", {f"{{{flags.get('csv-caption-key', 'title')}}}": 1}
     elif "train-data" in flags:
-        command = f"disco-ds index {shlex.quote(shards)}"
-        comments.append(f"Before the first run, count the samples: {command}")
+        commands = "; ".join(f"disco-ds index {shlex.quote(part)}" for part in shards.split("::"))
+        comments.append(f"Before the first run, count the samples: {commands}")
     keys = read_words()["flags"]["aug-cfg"]["to"]
-    for item in _as_list(flags.get("aug-cfg", [])):
+    for item in flags.get("aug-cfg", ()):
         name, _, text = item.partition("=")
         if name in keys:
             value = ast.literal_eval(text)
@@ -166,25 +162,19 @@ def _translate_data(
             comments.append(f"--aug-cfg {item}: not available")
 
 
-def _translate_optim(
+def _translate_run(
     flags: dict[str, Any], global_batch: int, comments: list[str]
 ) -> Iterator[tuple[str, Any]]:
     # open_clip's defaults depend on the name of the model.
     is_vit = "vit" in str(flags["model"]).lower()
-    betas = flags.get("beta1", 0.9), flags.get("beta2", 0.98 if is_vit else 0.999)
-    yield "optim.betas", list(betas)
+    yield "optim.betas", [flags.get("beta1", 0.9), flags.get("beta2", 0.98 if is_vit else 0.999)]
     yield "optim.eps", flags.get("eps", 1e-6 if is_vit else 1e-8)
     if re.search("wandb|all", str(flags.get("report-to"))):
         yield "log.wandb.project", flags["wandb-project-name"]
-
-
-def _translate_length(
-    flags: dict[str, Any], global_batch: int, comments: list[str]
-) -> Iterator[tuple[str, Any]]:
     # open_clip ignores --train-num-samples if it reads a csv.
     num_samples = 0 if _is_csv(flags) else int(flags.get("train-num-samples", 0))
     epochs, warmup_steps = int(flags["epochs"]), int(flags["warmup"])
-    unit, steps_per_epoch = ("every_steps", num_samples / global_batch)
+    unit, steps_per_epoch = "every_steps", num_samples / global_batch
     if num_samples:
         yield "samples", epochs * num_samples
         comments.append(f"samples: {epochs} epochs x {num_samples:,}; every_steps: from epochs")
@@ -200,12 +190,10 @@ def _translate_length(
         unit, steps_per_epoch = "every_epochs", 1
         yield "epochs", epochs
     yield "optim.warmup_steps", warmup_steps
-    saves = math.ceil(int(flags["save-frequency"]) * steps_per_epoch)
-    yield f"checkpoint.{unit}", saves
-    if "imagenet-val" in flags or "imagenet-v2" in flags:
-        yield f"eval.{unit}", math.ceil(int(flags["zeroshot-frequency"]) * steps_per_epoch)
-    elif "val-data" in flags:
-        yield f"eval.{unit}", math.ceil(int(flags["val-frequency"]) * steps_per_epoch)
+    has_labels = "imagenet-val" in flags or "imagenet-v2" in flags
+    evals = "zeroshot-frequency" if has_labels else "val-frequency"
+    for group, flag in (("checkpoint", "save-frequency"), ("eval", evals)):
+        yield f"{group}.{unit}", math.ceil(int(flags[flag]) * steps_per_epoch)
 
 
 def count_ranks(launcher: str) -> int | None:

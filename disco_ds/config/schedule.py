@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disco_ds.config.recipe import CheckpointSettings, Config, EvalSettings
+from disco_ds.config.recipe import Config
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,18 @@ def find_late(config: Config, num_steps: int | None, num_epochs: float | None) -
         num_steps: Length of the run in steps; None if it is unknown.
         num_epochs: Length of the run in epochs; None if it is unknown.
     """
-    kinds: list[tuple[str, CheckpointSettings | EvalSettings]] = []
-    if not config.checkpoint.every_minutes:
-        kinds.append(("checkpoint", config.checkpoint))
-    if config.eval.sets:
-        kinds.append(("eval", config.eval))
     found = []
-    for name, settings in kinds:
-        unit = "every_epochs" if settings.every_epochs else "every_steps"
-        every, length = getattr(settings, unit), num_epochs if settings.every_epochs else num_steps
+    for name, settings in (("checkpoint", config.checkpoint), ("eval", config.eval)):
+        if config.checkpoint.every_minutes if name == "checkpoint" else not config.eval.sets:
+            continue
+        unit = "steps"
+        length: float | None = num_steps
+        if settings.every_epochs:
+            unit, length = "epochs", num_epochs
+        every = getattr(settings, f"every_{unit}")
         if length is not None and not 0 < every < length:
-            what = "evaluation" if name == "eval" else "checkpoint"
             found.append(
-                f"no {what} is due before the end of the run, which has {length:,.6g} "
-                f"{unit.removeprefix('every_')}: {name}.{unit}={every:g}"
+                f"no {name} is due before the end of the run, which has {length:,.6g} {unit}: {name}.every_{unit}="
+                f"{every:g}"
             )
     return found

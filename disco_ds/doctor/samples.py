@@ -17,7 +17,6 @@ from torch import Tensor
 from disco_ds.config import Config, DataSettings
 from disco_ds.data import (
     BrokenSample,
-    DataError,
     ImageSpec,
     SampleForm,
     Source,
@@ -90,44 +89,38 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
         config: The recipe.
         sources: The sources that load_sources returned.
         num_samples: Length of the run in samples.
+
+    Raises:
+        DataError: If none of the first samples has a field of the filter.
     """
-    num_read = num_kept = num_usable = 0
-    for part, source in zip(config.data.parts, sources, strict=True):
-        settings = config.data.settings_of(part)
-        try:
-            kept, read = count_kept(source, settings) if settings.filter else (1, 1)
-        except DataError as error:
-            yield Line("fail", "data.filter", str(error))
-            return
-        num_usable += source.num_samples * kept // max(read, 1)
-        if settings.filter:
-            num_kept, num_read = num_kept + kept, num_read + read
-    if num_read:
-        passes = num_samples / max(num_usable, 1)
-        found = (
-            f"keeps {num_kept / num_read:.1%} of the first {num_read:,} samples: the run makes about {passes:,.1f} "
-            "passes over these samples"
-        )
-        yield Line(
-            "ok" if num_kept else "fail", "data.filter", found, "no sample passes the filter"
-        )
+    settings = [config.data.settings_of(part) for part in config.data.parts]
+    if not any(each.filter for each in settings):
+        return
+    kept = [find_kept(source, each) for source, each in zip(sources, settings, strict=True)]
+    num_kept = sum(share * source.num_samples for share, source in zip(kept, sources, strict=True))
+    found = (
+        f"keeps {', '.join(map('{:.1%}'.format, kept))} of the first {_NUM_FILTERED:,} samples: the run makes about "
+        f"{num_samples / max(num_kept, 1):,.1f} passes over these samples"
+    )
+    yield Line("ok" if num_kept else "fail", "data.filter", found, "no sample passes the filter")
 
 
-def count_kept(source: Source, settings: DataSettings) -> tuple[int, int]:
-    """Return how many of the first samples of a source pass data.uids and data.filter, and how many were read."""
+def find_kept(source: Source, settings: DataSettings) -> float:
+    """Return the fraction of the first samples of a source that pass data.uids and data.filter."""
     selection = Selection.load(settings.model_copy(update={"stages": None}))
-    assert selection is not None
+    if selection is None:
+        return 1.0
     reader = source.open(1, settings.window)
     entries = ((shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size))
-    kept = read = 0
+    kept = []
     for shard, entry in islice(entries, _NUM_FILTERED):
-        read += 1
         with suppress(BrokenSample), breaks_sample(OSError):
+            kept.append(False)
             selection.apply(reader.read(shard, entry), str)
-            kept += 1
+            kept[-1] = True
     reader.close()
     selection.check_fields()
-    return kept, read
+    return sum(kept) / max(len(kept), 1)
 
 
 @dataclass(frozen=True)

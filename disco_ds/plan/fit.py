@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -70,39 +68,58 @@ def fit(
     b = config.global_batch // ranks
     sizes = list(MICRO_BATCHES)
     if batch == "same":
-        config.num_micro_batches(ranks)
         sizes = [m for m in range(min(sizes[0], b), min(sizes[-1], b) + 1) if b % m == 0]
+    given = zero_stage(config.deepspeed)
+    offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
+    # Other stages need other settings if an optimizer or offload is tied to the stage.
+    is_free = given and config.optim.name not in ("lamb", "muon") and not offloads
+    stages = (1, 2, 3) if is_free and batch == "same" else (given,)
     places = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
-    stages = _list_stages(config) if batch == "same" else [zero_stage(config.deepspeed)]
+
+    def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
+        """Return the recipe with K micro-batches of m samples per rank, at a ZeRO stage."""
+        update = {
+            "global_batch": ranks * K * m,
+            "micro_batch": m,
+            "image_staging": pixels,
+            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
+            "ranks": ranks,
+        }
+        if level != given:
+            changes = {"zero_optimization": {"stage": level}}
+            update["deepspeed"] = merge(deepcopy(config.deepspeed), changes)
+        return config.model_copy(update=update)
+
+    def fits(tried: Config, towers: Towers) -> bool:
+        memory = plan_memory(tried, ranks, towers, assumed)
+        host_bytes = min(ranks, assumed.per_host) * sum(memory.host.values())
+        return memory.total <= gpu.gib * GIB and (host_gib is None or host_bytes <= host_gib * GIB)
+
     found = []
     for checkpointing in (False, True):
         few, many = (
-            trace(change(config, ranks, 1, m, checkpointing=checkpointing), m, assumed=assumed)
+            trace(change(1, m, checkpointing, "device", given), m, assumed=assumed)
             for m in (sizes[0], sizes[-1])
         )
-        for level, m, pixels in product(stages, sizes, places):
+        for m, pixels, level in product(sizes, places, stages):
             towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
-            tried = partial(
-                change, config, ranks, m=m, pixels=pixels, checkpointing=checkpointing, level=level
-            )
-            bounds = ranks, towers, gpu, host_gib, assumed
+            variant = m, checkpointing, pixels, level
+            counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
             if batch == "same":
-                K = b // m if _fits(tried(b // m), *bounds) else 0
-            else:
-                counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
-                # counts starts at 1, so the index of the first K that does not fit is the largest K that fits.
-                K = bisect_left(counts, True, key=lambda K: not _fits(tried(K), *bounds))
-            if K:
-                chosen = tried(K)
+                counts = range(b // m, b // m + 1)
+            # The index of the first K that does not fit is also the number of K that fit.
+            num = bisect_left(counts, True, key=lambda K: not fits(change(K, *variant), towers))
+            if num:
+                K = counts[num - 1]
+                chosen = change(K, *variant)
                 speed = plan_speed(chosen, ranks, towers, gpu, assumed)
                 # All micro-batches except the last run the forward pass twice.
                 flops = K * towers.flops + (K - 1) * towers.replay_flops
-                work = (speed.step_s if speed else flops) / chosen.global_batch
-                found.append((work, chosen, towers))
+                found.append(((speed.step_s if speed else flops) / (K * m), chosen, towers))
     if not found:
         # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
         K = b // sizes[0] if batch == "same" else 1
-        least = change(config, ranks, K, sizes[0], checkpointing=True, level=stages[-1])
+        least = change(K, sizes[0], True, places[-1], stages[-1])
         needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(
             f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
@@ -117,71 +134,18 @@ def fit(
     return _shorten_warmup(best), towers
 
 
-def change(
-    config: Config,
-    ranks: int,
-    K: int,
-    m: int,
-    pixels: str = "device",
-    checkpointing: bool = False,
-    level: int | None = None,
-) -> Config:
-    """Return the recipe with K micro-batches of m samples per rank.
-
-    Args:
-        config: The recipe.
-        ranks: Number of GPUs.
-        K: Number of micro-batches.
-        m: Their size.
-        pixels: Value of image_staging.
-        checkpointing: Value of model.activation_checkpointing.
-        level: ZeRO stage; None keeps the recipe's.
-    """
-    update: dict[str, Any] = {
-        "global_batch": ranks * K * m,
-        "micro_batch": m,
-        "image_staging": pixels,
-        "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
-        "ranks": ranks,
-    }
-    if level is not None and level != zero_stage(config.deepspeed):
-        changes = {"zero_optimization": {"stage": level}}
-        update["deepspeed"] = merge(deepcopy(config.deepspeed), changes)
-    return config.model_copy(update=update)
-
-
-def _list_stages(config: Config) -> list[int]:
-    """Return the ZeRO stages that the recipe can use without other changes."""
-    zero = config.deepspeed.get("zero_optimization", {})
-    given = zero_stage(config.deepspeed)
-    is_tied = config.optim.name in ("lamb", "muon") or any("offload" in key for key in zero)
-    return [given] if given == 0 or is_tied else [1, 2, 3]
-
-
-def _fits(
-    tried: Config,
-    ranks: int,
-    towers: Towers,
-    gpu: Gpu,
-    host_gib: float | None,
-    assumed: Assumptions,
-) -> bool:
-    memory = plan_memory(tried, ranks, towers, assumed)
-    host_bytes = min(ranks, assumed.per_host) * sum(memory.host.values())
-    return memory.total <= gpu.gib * GIB and (host_gib is None or host_bytes <= host_gib * GIB)
-
-
 def list_changes(before: Config, after: Config) -> list[str]:
     """Return the settings that `fit` has changed, as overrides."""
-
-    def settings(config: Config) -> Iterator[tuple[str, object]]:
-        yield "micro_batch", config.micro_batch
-        yield "model.activation_checkpointing", config.model.activation_checkpointing
-        yield "image_staging", config.image_staging
-        yield "deepspeed.zero_optimization.stage", zero_stage(config.deepspeed)
-
-    pairs = zip(settings(before), settings(after), strict=True)
-    return [f"{name}={str(new).lower()}" for (name, old), (_, new) in pairs if new != old]
+    old, new = (
+        {
+            "micro_batch": config.micro_batch,
+            "model.activation_checkpointing": config.model.activation_checkpointing,
+            "image_staging": config.image_staging,
+            "deepspeed.zero_optimization.stage": zero_stage(config.deepspeed),
+        }
+        for config in (before, after)
+    )
+    return [f"{name}={str(new[name]).lower()}" for name in new if new[name] != old[name]]
 
 
 def _shorten_warmup(config: Config) -> Config:
