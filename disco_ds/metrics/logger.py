@@ -187,8 +187,8 @@ class MetricsLogger:
         kept = samples / (samples + dropped)
         passes = self.schedule.num_samples / (kept * self.num_samples)
         return (
-            f"data.filter, data.uids and data.transforms keep {kept:.1%} of the first {samples + dropped:,} samples: the "
-            f"run makes about {passes:,.1f} passes over these samples"
+            f"data.filter, data.uids and data.transforms keep {kept:.1%} of the first {samples + dropped:,} samples: "
+            f"the run makes about {passes:,.1f} passes over these samples"
         )
 
     def _write_events(self, record: dict[str, Any]) -> None:
