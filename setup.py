@@ -30,7 +30,6 @@ setup(
             "assets/emoji/*.md",
             "assets/emoji/*/*",
         ],
-        "disco_ds.checks": ["*.json"],
         "disco_ds.config": ["*.yaml"],
         "disco_ds.ds_configs": ["*.json"],
     },

@@ -32,7 +32,7 @@ from disco_ds.training.step import Rng, train_step
 from helpers.dist import run_ranks
 from helpers.launched import alone, members, records, wait_for, write_recipe
 from helpers.machine import DEVICE, HAS_FP16
-from helpers.paths import TOOLS
+from helpers.paths import ROOT
 from helpers.precisions import PRECISIONS, REFUSED
 from helpers.towers import (
     Batch,
@@ -56,6 +56,7 @@ def run(command: list[str], timeout_s: float, folder: Path) -> str:
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
+            cwd=ROOT,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -85,15 +86,17 @@ def jobs() -> int:
 
 @pytest.mark.timeout(300)
 def test_kernels_are_right(tmp_path: Path) -> None:
-    """The first slices of check_kernels.py: the configurations that training takes where nothing is timed, and whole
-    losses. The rest, and every configuration that the autotuner may choose: python tools/check_kernels.py."""
+    """Run the first slices of tools/check/kernels.py: the configurations used without autotuning, and whole losses.
+
+    `python -m tools.check.kernels` also runs every configuration that the autotuner may choose.
+    """
     out = tmp_path / "results.jsonl"
     names = (
         ["default *", "losses auto", "float64", "far"]
         if ON_GPU
         else ["default bf16", "losses auto", "far"]
     )
-    command = [str(TOOLS / "check_kernels.py"), "--only", *names, "--jobs", str(jobs())]
+    command = ["-m", "tools.check.kernels", "--only", *names, "--jobs", str(jobs())]
     command += ["--budget", "270", "--out", str(out)]
     said = run(command if ON_GPU else [*command, "--rehearse"], 290, tmp_path)
     results = [json.loads(line) for line in out.read_text().splitlines()]
@@ -270,7 +273,7 @@ def test_random_draws_are_replayed(tmp_path: Path) -> None:
 def test_demo_learns(tmp_path: Path) -> None:
     """An eighth of the quickstart, which reaches 4% and 7% on a CPU; a twentieth in a rehearsal."""
     samples, times_chance = (20_000, (20, 5)) if ON_GPU else (8_000, (2, 2))
-    run([str(TOOLS / "demo.py"), f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
+    run(["-m", "tools.make.demo", f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
     folder = tmp_path / "runs" / "quickstart"
     found = json.loads((folder / FINISHED).read_text())
     print(found)

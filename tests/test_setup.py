@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from helpers.machine import needs_fp16
 from helpers.paths import ROOT
 from helpers.shards import write_shards
-from helpers.tool import load_tool
+from tools.make.wheel import build
 
 OPTIONAL = {
     "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
@@ -152,7 +152,7 @@ def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_
 
     install = ("-m", "pip", "install", "--quiet", "--no-compile")
     run(*install, "open_clip_torch[training]==3.3.0")
-    run(*install, load_tool("check_wheel").build(tmp_path))
+    run(*install, build(tmp_path))
     assert run("-c", "import webdataset; print(webdataset.__version__)") == "0.2.86\n"
     assert run("-c", OPEN_CLIP, tmp_path / "shards" / "00000.tar").splitlines()[-2:] == [
         "[4, 3, 10, 12] []",

@@ -96,7 +96,7 @@ class _InfoNCE(torch.autograd.Function):
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
-        ctx.shift = shift  # backward does not need it; tests and tools/loss_checks.py read it
+        ctx.shift = shift  # backward does not need it; tests and tools/check/losses.py read it
         gradients: tuple[Tensor | None, ...] = ()
         # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
         # has work while the host reads the answer and prepares what follows.

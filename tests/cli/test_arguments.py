@@ -20,7 +20,7 @@ from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.cli.main import main
 from disco_ds.cli.packing import pack
 from disco_ds.cli.parser import parse_args
-from helpers.tool import load_tool
+from tools.make import demo
 
 # The dry run
 
@@ -321,7 +321,6 @@ def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
 
 
 def test_demo_passes_arguments_to_the_ranks_as_typed() -> None:
-    demo = load_tool("demo")
     for given, ours in ((["name={a,b} c"], ["micro_batch=64"]), (["micro_batch=16"], [])):
         words = demo.front_end(
             demo.trainer_arguments(2, [*given, "--resume", "latest"]), gpus=0, ranks=2

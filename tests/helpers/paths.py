@@ -6,4 +6,3 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-TOOLS = ROOT / "tools"

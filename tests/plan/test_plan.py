@@ -30,8 +30,8 @@ from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
-from helpers.tool import load_tool
 from helpers.towers import batches, prepare, tiny_config, write_tiny
+from tools.check.memory import measure_towers
 
 CPU = torch.device("cpu")
 AUTOCAST: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
         model__towers="open_clip" if kind == "autocast" else "auto",
         deepspeed=AUTOCAST if kind == "autocast" else {},
     )
-    measured = load_tool("measure_towers").measure_towers(config, 64, CPU)
+    measured = measure_towers(config, 64, CPU)
     traced, found = trace(config, 64, like_gpu=False), measured
     # Where no graph is held the pixels are the most there is; a CPU converts them in fp32 copies, a GPU as it computes.
     names = ("replay", "forward", "held", "backward")

@@ -29,9 +29,9 @@ from disco_ds.losses.kernels.availability import uses_triton
 from disco_ds.losses.kernels.tiles import PLANNED_MULTIPROCESSORS, TILE_BYTES, Tile, written_shape
 from helpers.dist import run_ranks
 from helpers.oracle import features
-from helpers.tool import load_tool
+from tools.check import kernels
+from tools.check import tiles as tool
 
-tool = load_tool("check_kernels")
 EVERY_OFFSET = [(5, 6, 3, pairs) for pairs in (None, *range(-5, 7))]
 EDGES = [(64, 128, 64, 64), (70, 130, 20, -3), (33, 40, 70, None), (1, 1, 1, 0), (20, 65, 33, 64)]
 WIDTHS = (64, 96, 128, 160, 192)
@@ -295,7 +295,7 @@ def test_sigmoid_of_large_exponents_is_exact():
 
 def test_tool_says_when_there_is_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tool.main() == 1
+    assert kernels.main() == 1
     assert "no GPU here" in capsys.readouterr().err
 
 
