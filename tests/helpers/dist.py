@@ -81,9 +81,10 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> 
                 f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time"
             )
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
             try:
-                fine, value = pipe.recv()  # type: ignore[union-attr]
+                fine, value = pipe.recv()
             except EOFError:
                 processes[rank].join(10)
                 pytest.fail(

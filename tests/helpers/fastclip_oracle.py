@@ -93,7 +93,8 @@ class Oracle:
                     self.samples[side][number], u[mine].mean().item(), gradient[mine].mean().item()
                 )
         self.seen += B
-        return total, *torch.autograd.grad(surrogate, (I, T)), d_tau
+        d_image, d_text = torch.autograd.grad(surrogate, (I, T))
+        return total, d_image, d_text, d_tau
 
     def _update(self, sample: Sample, u: float, gradient: float) -> None:
         sample.u = u

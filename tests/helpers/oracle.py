@@ -60,7 +60,8 @@ def grouped(image: Tensor, text: Tensor, scale: float, group_id: Tensor, same_gr
     I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     same = group_id[:, None] == group_id
-    loss = sum(_one_way_grouped(a, b, s, same, same_group) for a, b in ((I, T), (T, I))) / 2
+    loss = _one_way_grouped(I, T, s, same, same_group) + _one_way_grouped(T, I, s, same, same_group)
+    loss = loss / 2
     loss.backward()
     return answer(loss.item(), I, T, s)
 

@@ -133,8 +133,8 @@ def reference(
     torch.set_rng_state(after)
     group_id = torch.cat([chunk["group_id"] for chunk in chunks])
     same = group_id[:, None] == group_id
-    sides = torch.cat(image), torch.cat(text)
-    loss = write_down(config.loss.name, *sides, *features[2:4], same, **config.loss.options)
+    I, T, (scale, bias) = torch.cat(image), torch.cat(text), features[2:4]  # noqa: E741
+    loss = write_down(config.loss.name, I, T, scale, bias, same, **config.loss.options)
     # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
@@ -162,6 +162,7 @@ def write_down(
         own = same
         labels = same / same.sum(1, keepdim=True)
     if loss == "siglip":
+        assert bias is not None
         return F.softplus(torch.where(own, -1, 1) * (logits + bias)).sum() / len(image)
     if loss == "nt_xent":
         views = torch.cat([image, text])
@@ -175,8 +176,8 @@ def write_down(
 def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """|got - true| / |true| over the whole gradient."""
     assert set(got) == set(true), set(got) ^ set(true)
-    difference = sum((got[name].double() - true[name].double()).pow(2).sum() for name in true)
-    return (difference / sum(value.double().pow(2).sum() for value in true.values())).sqrt().item()
+    differences = {name: got[name].double() - value.double() for name, value in true.items()}
+    return norm(differences) / norm(true)
 
 
 def norm(gradient: dict[str, Tensor]) -> float:

@@ -49,8 +49,8 @@ PROGRAM = """
     if args.slice:
         sys.exit(slices.run_here(args, lambda record: work(args.slice, record)))
     names = {{"good": 2, "crash": 2, "hang": 0.4, "raise": 2, "long": 1000}}
-    todo = [Slice(name, seconds, alone=name != "good") for name, seconds in names.items()]
-    outcomes, left = slices.run(todo, args, 2, lambda name, outcome: f"{{name}} {{outcome.end}}")
+    todo = [Slice(name, seconds) for name, seconds in names.items()]
+    outcomes, left = slices.run(todo, args, 1, lambda name, outcome: f"{{name}} {{outcome.end}}")
     print("left", left, *outcomes)
 """
 

@@ -42,8 +42,8 @@ WARM_UP = 8
 contains the 1,000 samples that it collects first."""
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
-PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
-"""Packages to install for open_clip_train: pandas, which it imports, and the dependencies of pandas."""
+OLD_PACKAGES = ("webdataset==0.2.86", "pandas", "python-dateutil", "pytz", "tzdata", "six")
+"""Packages to install for open_clip_train: webdataset below 0.2.96, pandas, and what pandas needs."""
 
 
 def parse_args() -> Namespace:
@@ -63,11 +63,6 @@ def parse_args() -> Namespace:
         "--batches", type=int, default=40, help=f"batches of {BATCH} samples to measure"
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--webdataset",
-        default="0.2.86",
-        help="version of webdataset to install for open_clip, which needs a version below 0.2.96",
-    )
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -203,15 +198,8 @@ def main() -> None:
         measure(args)
     with tempfile.TemporaryDirectory() as temporary:
         folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
-        wanted = [
-            f"webdataset=={args.webdataset}",
-            *PANDAS,
-            "--no-deps",
-            "--quiet",
-            "--target",
-            str(old),
-        ]
-        subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)
+        install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
+        subprocess.run([*install, "--target", str(old), *OLD_PACKAGES], check=True)
         if not args.shards:
             from disco_ds.data import index_shards, write_manifest
 

@@ -29,10 +29,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from disco_ds.distributed import comm
 from tools.bench import loss as bench_loss
@@ -123,6 +123,10 @@ OURS = {
 PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.SIGMOID)}
 
 
+def build_peer(peer: peers.Peer, scale: float, _: int) -> Method:
+    return peer.build(scale)
+
+
 def entries(shape: Shape) -> dict[str, Entry]:
     """Return all losses that are measured at this shape, by label."""
     found = dict(OURS[shape.kind])
@@ -130,7 +134,7 @@ def entries(shape: Shape) -> dict[str, Entry]:
     for label, peer in others.items():
         units = peer.units if shape.ranks == 1 else peer.units_of_share
         if units is not None:
-            found[label] = Entry(lambda scale, _, peer=peer: peer.build(scale), units, true)
+            found[label] = Entry(partial(build_peer, peer), units, true)
     return found
 
 
@@ -220,19 +224,11 @@ def find_error(method: Method, true_name: str, batch: int, width: int, scale: fl
         double = [leaf.detach().double().requires_grad_() for leaf in leaves]
         bench_loss.our_method(true_name, batch, False)(*double).backward()
         errors = [
-            row_error(x.grad, y.grad, scale / batch)
+            bench_loss.row_error(x.grad, y.grad, scale / batch)
             for x, y in zip(leaves[:2], double[:2], strict=True)
         ]
         worst = max(worst, *(math.inf if math.isnan(x) else x for x in errors))
     return worst
-
-
-def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
-    assert got is not None
-    assert true is not None
-    return (
-        (got.double() - true).norm(dim=1).max() / true.norm(dim=1).max().clamp(min=floor)
-    ).item()
 
 
 def show(name: str, outcome: slices.Outcome) -> str:

@@ -129,7 +129,7 @@ def pretend(N: int) -> None:
             into.copy_(x)
         return []
 
-    dist.batch_isend_irecv = stay
+    dist.batch_isend_irecv = stay  # type: ignore[assignment]
 
 
 class Received(TorchDispatchMode):
@@ -233,6 +233,14 @@ def run_once(method: Method, leaves: list[Tensor]) -> float:
     return time.perf_counter() - start
 
 
+def row_error(got: Tensor | None, true: Tensor | None, floor: float = 0.0) -> float:
+    """Return the largest norm of a row of got - true, divided by that of true or by `floor` if that is larger."""
+    assert got is not None
+    assert true is not None
+    size = true.norm(dim=1).max().clamp(min=floor)
+    return ((got.double() - true).norm(dim=1).max() / size).item()
+
+
 def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[str, float]:
     """Return the gradient error of each method at a global batch of ERROR_BATCH. Collective."""
     b = max(ERROR_BATCH // comm.size(), 1)
@@ -243,17 +251,14 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
         name, *words = label.split()
         same_group = next((word for word in words if word in GROUPED), "negatives")
         true_name = name if name in list_losses() and name not in SAME_AS_CLIP else "clip"
-        true_options = {}
+        true_options: dict[str, Any] = {}
         if same_group != "negatives":
             true_name, true_options = name, {"same_group": same_group}
         our_method(true_name, len(leaves[0]) * comm.size(), **true_options)(*double).backward()
         for leaf in leaves:
             leaf.grad = None
         method(*leaves).sum().backward()
-        pairs = [(x.grad.double(), y.grad) for x, y in zip(leaves[:2], double[:2], strict=True)]
-        worst = max(
-            ((got - true).norm(dim=1).max() / true.norm(dim=1).max()).item() for got, true in pairs
-        )
+        worst = max(row_error(x.grad, y.grad) for x, y in zip(leaves[:2], double[:2], strict=True))
         errors[label] = comm.all_reduce_max(
             torch.tensor([worst], device=comm.local_device())
         ).item()

@@ -1,4 +1,4 @@
-"""Measure how long a training step waits for an asynchronous or a synchronous save, and how long a bare copy takes.
+"""Measure how long a training step waits for an asynchronous and for a synchronous save.
 
     python -m tools.bench.save --gb 1 4 --repeats 5 --folder /data/scratch
 
@@ -6,20 +6,17 @@ The tool runs on one rank. The state consists of fp32 tensors of 64 MB, on the G
 master weights and the two AdamW moments that a rank saves at ZeRO 1. The files are written to a new folder in --folder,
 with checksums and fsync, as in a training run.
 
-A bare copy calls copy_ once for each tensor. It copies into the host memory that the save uses, and runs before each
-asynchronous save except the first. The first asynchronous save is shown in a separate column, because it also allocates
-that memory. All other results are medians. async/copy is the time of an asynchronous save divided by that of a bare
-copy.
+The first asynchronous save is shown in a separate column, because it also allocates the host memory that later saves
+use. All other results are medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,52 +37,33 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(
-        "   GB  bare copy s  asynchronous s   async/copy  first s  written after s  synchronous s"
-    )
+    print("   GB  asynchronous s  first s  synchronous s")
     for gb in args.gb:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             print(measure(gb, args.repeats, Path(folder)), flush=True)
 
 
 def measure(gb: float, repeats: int, folder: Path) -> str:
-    """Measure copies and saves of a state of `gb` GB, and return a line of the table."""
+    """Measure saves of a state of `gb` GB, and return a line of the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pieces = max(round(gb * 1e9 / PIECE), 1)
     state = {f"part {k}": torch.full((PIECE // 4,), float(k), device=device) for k in range(pieces)}
     host = HostCopy()
-
-    def bare() -> None:
-        for copy, tensor in zip(host._tensors.values(), state.values(), strict=True):
-            copy.copy_(tensor)
-
-    copies, stalls, written = [], [], []
+    waits = []
     for number in range(repeats + 1):
-        # After a save, the operating system is still busy with the written data. Copies and saves take turns, so that
-        # this slows down both of them.
-        if number:
-            copies.append(_seconds(bare))
         start = time.perf_counter()
         save = _begin(folder / f"a{number}", host.take(state))
-        stalls.append(time.perf_counter() - start)
+        waits.append(time.perf_counter() - start)
         _finish(save)
-        written.append(time.perf_counter() - start)
         _remove(folder)
-    waits = []
+    synchronous = []
     for number in range(max(repeats // 2, 1)):
         start = time.perf_counter()
         _finish(_begin(folder / f"s{number}", state))
-        waits.append(time.perf_counter() - start)
+        synchronous.append(time.perf_counter() - start)
         _remove(folder)
-    copy, stall = statistics.median(copies), statistics.median(stalls[1:])
-    line = f"{gb:5g}{copy:13.3f}{stall:16.3f}{stall / copy:13.2f}{stalls[0]:9.3f}"
-    return line + f"{statistics.median(written):17.2f}{statistics.median(waits):15.2f}"
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    first, *others = waits
+    return f"{gb:5g}{median(others):16.3f}{first:9.3f}{median(synchronous):15.2f}"
 
 
 def _begin(final: Path, state: dict[str, Any]) -> Save:

@@ -37,8 +37,6 @@ class Slice:
     name: str
     seconds: float
     """Expected seconds on a GPU after the imports."""
-    alone: bool = True
-    """Whether the slice measures time, so that no other slice may run at the same time."""
 
 
 @dataclass
@@ -136,9 +134,9 @@ def run(
     skipped, unless --again is given. A slice is not started if its expected duration exceeds what is left of --budget.
 
     Args:
-        slices: All slices, in the order in which they run. Those with `alone` run after the others.
+        slices: All slices, in the order in which they run.
         args: What `parse` returned.
-        jobs: Number of slices that may run at the same time. Slices with `alone` run one at a time.
+        jobs: Number of slices that may run at the same time. If they measure time: 1.
         show: Called with the name and outcome of a slice that has ended; returns the text to print.
 
     Returns:
@@ -160,18 +158,17 @@ def run(
             ended.add(child.slice.name)
             print(show(child.slice.name, results.read()[child.slice.name]), flush=True)
 
-    for alone in (False, True):
-        turns = threading.Semaphore(1 if alone else jobs)
-        with ThreadPoolExecutor(jobs) as pool:
-            followed = []
-            for x in todo:
-                if x.alone == alone and time.monotonic() + x.seconds < deadline:
-                    child = Child(x, args)  # only imports modules until its turn comes
-                    turns.acquire()
-                    followed.append(pool.submit(follow, child))
-                    followed[-1].add_done_callback(lambda _, turns=turns: turns.release())
-            for future in followed:
-                future.result()
+    turns = threading.Semaphore(jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        followed = []
+        for x in todo:
+            if time.monotonic() + x.seconds < deadline:
+                child = Child(x, args)  # only imports modules until its turn comes
+                turns.acquire()
+                followed.append(pool.submit(follow, child))
+                followed[-1].add_done_callback(lambda _: turns.release())
+        for future in followed:
+            future.result()
     outcomes = results.read()
     return {x.name: outcomes[x.name] for x in chosen if x.name in outcomes}, len(todo) - len(ended)
 

@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -187,20 +188,12 @@ def parse_args() -> argparse.Namespace:
         "--precisions", nargs="+", default=list(TYPES), choices=list(TYPES), metavar="P"
     )
     parser.add_argument("--widths", type=int, nargs="+", default=[512], metavar="D")
-    parser.add_argument(
-        "--strided", action="store_true", help="use rows that are neither contiguous nor aligned"
-    )
     return parser.parse_args()
 
 
 def cases(variant: str, precision: str, arch: int) -> list[triton.Config]:
     """Return the configurations that the autotuner would time for a large tile with contiguous, aligned rows."""
-    dtype = {
-        "fp32": torch.float32,
-        "tf32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-    }[precision]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     persistent = arch >= 90 and not variant.startswith("log") and not variant.endswith("+groups")
     args = {"r": torch.empty(0, dtype=dtype), "tuned": 2 + persistent}
     name = "tf32" if precision == "tf32" else "ieee"
@@ -215,25 +208,20 @@ def main() -> int:
         "matrix"
     )
     failed = 0
-    for arch in args.arch:
-        for variant in args.kernels:
-            for precision in args.precisions:
-                for D in args.widths:
-                    for config in cases(variant, precision, arch):
-                        failed += not show(variant, precision, D, config, arch, args.strided)
+    for arch, variant, precision in product(args.arch, args.kernels, args.precisions):
+        for D, config in product(args.widths, cases(variant, precision, arch)):
+            failed += not show(variant, precision, D, config, arch)
     return int(failed > 0)
 
 
-def show(
-    variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool
-) -> bool:
+def show(variant: str, precision: str, D: int, config: triton.Config, arch: int) -> bool:
     """Compile a kernel, print a line of the table, and return whether it compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
     block += " p" * sizes.get("PERSISTENT", False)
     head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<17}"
     try:
-        x = compile_kernel(variant, precision, D, config, arch, strided)
+        x = compile_kernel(variant, precision, D, config, arch)
     except Exception as error:  # a user's first training step would raise the same error
         lines = str(error).strip().splitlines() or [""]
         print(f"{head}{type(error).__name__}: {lines[-1][:150]}", flush=True)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.losses.kernels import Tiling
+from disco_ds.losses.kernels.tiles import Precision
 from tools.bench import slices
 from tools.bench.slices import Outcome, Record, Slice
 from tools.check import losses as loss_checks
@@ -55,7 +56,7 @@ from tools.check.tiles import (
 
 # n rows, m columns, D width
 FOLDER = "runs/check_kernels"
-PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
+PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "tf32", "fp32")
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ REHEARSAL = Sizes(
 )  # fmt: skip
 
 
-def factors(tile: Tile) -> list[Tensor]:
-    return [
-        features(k, tile.D, device(), seed, tile.layout) for k, seed in ((tile.n, 1), (tile.m, 2))
-    ]
+def factors(tile: Tile) -> tuple[Tensor, Tensor]:
+    """Return rows [n, D] and columns [m, D]."""
+    rows = features(tile.n, tile.D, device(), 1, tile.layout)
+    return rows, features(tile.m, tile.D, device(), 2, tile.layout)
 
 
 def check_far(beyond: int, record: Record) -> None:
@@ -163,7 +164,7 @@ def check_far(beyond: int, record: Record) -> None:
         note("weights", W[-n:, -n:], weights, near.dtype)
 
 
-def check_default(precision: str, sizes: Sizes, record: Record) -> None:
+def check_default(precision: Precision, sizes: Sizes, record: Record) -> None:
     # In deterministic mode, the kernels are not autotuned, and torch.empty fills its memory with NaN.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
@@ -174,11 +175,13 @@ def check_default(precision: str, sizes: Sizes, record: Record) -> None:
     check_tile(sizes.ragged, Tiling(None, precision, "triton"), record, grouped)
     for tile, cut in ((sizes.ragged, (256, 512)), (sizes.block, None)):
         with slices.case(record, case=f"block {tile}"):
-            for check in check_blocks(*factors(tile), tile.pairs, Tiling(cut, precision, "triton")):
+            rows, columns = factors(tile)
+            tiling = Tiling(cut, precision, "triton")
+            for check in check_blocks(rows, columns, tile.pairs, tiling):
                 keep(record, f"block {tile}", check)
 
 
-def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> None:
+def check_forced(precision: Precision, number: int, sizes: Sizes, record: Record) -> None:
     from disco_ds.losses.kernels import triton_kernels as kernels
 
     kernels.force(configurations(precision)[number])
@@ -187,7 +190,7 @@ def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> N
         check_bits(precision, sizes, record)
 
 
-def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
+def check_bits(precision: Precision, sizes: Sizes, record: Record) -> None:
     """Compute each result repeatedly, and count how often its bits differ from the first result.
 
     A race between the copies of operands and the matrix multiplications can cause such differences.
@@ -215,7 +218,7 @@ def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
             keep(record, "repeats", Check(f"{name} with other bits", differing, 0.0))
 
 
-def check_square(precision: str, sizes: Sizes, record: Record) -> None:
+def check_square(precision: Precision, sizes: Sizes, record: Record) -> None:
     """Check both default tiles, and a tile whose sizes are not multiples of the block sizes."""
     tiling = Tiling(None, precision, "triton")
     check_tile(sizes.square, tiling, record)
@@ -225,11 +228,12 @@ def check_square(precision: str, sizes: Sizes, record: Record) -> None:
 
 def check_tile(tile: Tile, tiling: Tiling, record: Record, on: OnTile | None = None) -> None:
     with slices.case(record, case=str(tile)):
-        for check in check_tiles(*factors(tile), tile.pairs, tiling, on):
+        rows, columns = factors(tile)
+        for check in check_tiles(rows, columns, tile.pairs, tiling, on):
             keep(record, str(tile), check)
 
 
-def check_losses(precision: str, sizes: Sizes, record: Record) -> None:
+def check_losses(precision: Precision, sizes: Sizes, record: Record) -> None:
     loss_checks.check(precision, sizes.batch, sizes.square.D, record)
 
 
@@ -253,19 +257,15 @@ def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
     """Return all slices, and for each the function that runs it."""
     found: dict[Slice, Callable[[Record], None]] = {}
     for precision in PRECISIONS:
-        found[Slice(f"default {precision}", 100, alone=False)] = partial(
-            check_default, precision, sizes
-        )
+        found[Slice(f"default {precision}", 100)] = partial(check_default, precision, sizes)
     for precision in ("auto", *PRECISIONS[1:]):
-        found[Slice(f"losses {precision}", 150, alone=False)] = partial(
-            check_losses, precision, sizes
-        )
-    found[Slice("float64", 30, alone=False)] = partial(check_reference, sizes)
-    found[Slice("far", 30, alone=False)] = partial(check_far, sizes.far)
+        found[Slice(f"losses {precision}", 150)] = partial(check_losses, precision, sizes)
+    found[Slice("float64", 30)] = partial(check_reference, sizes)
+    found[Slice("far", 30)] = partial(check_far, sizes.far)
     for precision in PRECISIONS:
         for number, config in enumerate(configurations(precision)):
             name = f"forced {precision} {in_short(config)}"
-            found[Slice(name, 60, alone=False)] = partial(check_forced, precision, number, sizes)
+            found[Slice(name, 60)] = partial(check_forced, precision, number, sizes)
     return found
 
 

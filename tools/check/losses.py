@@ -188,8 +188,9 @@ def answer(
 
 def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
     leaves = [x.clone().requires_grad_() for x in values]
-    index = torch.arange(len(leaves[0]), device=leaves[0].device)
-    out = loss(Embeddings(*leaves, index)).loss
+    image, text, scale, bias = leaves
+    index = torch.arange(len(image), device=image.device)
+    out = loss(Embeddings(image, text, scale, bias, index)).loss
     found = {"loss": out.detach()}
     # The autograd functions of tiled softmax losses store their shift. It is None if a separate maximum was subtracted
     # in each sum.

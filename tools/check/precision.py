@@ -45,11 +45,10 @@ def make_pairs(kind: str, B: int, D: int) -> tuple[Tensor, Tensor]:
 
 
 def ours(image: Tensor, text: Tensor, scale: float, **options: Any) -> Gradients:
-    leaves = [x.clone().requires_grad_() for x in (image, text)]
-    build_loss("disco_fused", **options)(
-        Embeddings(*leaves, torch.tensor([scale], dtype=image.dtype))
-    ).loss.backward()
-    return leaves[0].grad, leaves[1].grad  # type: ignore[return-value]
+    image, text = (x.clone().requires_grad_() for x in (image, text))
+    embeddings = Embeddings(image, text, torch.tensor([scale], dtype=image.dtype))
+    build_loss("disco_fused", **options)(embeddings).loss.backward()
+    return image.grad, text.grad  # type: ignore[return-value]
 
 
 def open_clip(image: Tensor, text: Tensor, scale: float) -> Gradients:

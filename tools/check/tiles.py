@@ -195,9 +195,8 @@ def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return different scales for all rows [n] and columns [m]. They reach 900, so no single shift suffices."""
-    return tuple(
-        torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m))
-    )
+    rows = torch.linspace(1, 900, n, dtype=dtype, device=device)
+    return rows, torch.linspace(1, 700, m, dtype=dtype, device=device)
 
 
 def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -215,8 +214,8 @@ def check_blocks(
     The float64 reference uses rows and columns that are first rounded to the precision of the tiling. So the errors do
     not include this rounding.
     """
-    exact = [tiling.round(x).double() for x in (rows, columns)]
-    true = on_block(*exact, first, replace(tiling, impl="torch"))
+    exact_rows, exact_columns = (tiling.round(x).double() for x in (rows, columns))
+    true = on_block(exact_rows, exact_columns, first, replace(tiling, impl="torch"))
     mine, theirs = (
         on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch")
     )
@@ -233,13 +232,14 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
     block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
     kept = poisoned(n, m, torch.bfloat16, device)
     sums = softmax_sums(block, True, kept)
+    assert sums.rows_max is not None
     found = {
         "block rows": sums.rows.exp(),
         "block columns": sums.columns.exp(),
         "block maxima": sums.rows_max,
     }
     # A row whose only column is its pair has no other entries, so its log-sum is log(0). Replace -inf by a number.
-    shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
+    row_shift, column_shift = (x.clamp(min=-1.0) for x in (sums.rows, sums.columns))
     free = replace(block, shift=None)
     without = softmax_sums(free, False)
     found |= {
@@ -251,16 +251,18 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
         ("gradient stored", block, kept),
         ("gradient without shift", free, None),
     ):
-        into = [torch.zeros(x.shape, dtype=dtype, device=device) for x in (rows, columns)]
-        softmax_gradient(at_hand, *shifts, *into, keep)
-        found |= {f"{name}, rows": into[0], f"{name}, columns": into[1]}
-    into = [torch.zeros_like(x) for x in into]
-    of_sigmoid = sigmoid_block(replace(block, shift=None), bias, *into)
+        d_rows, d_columns = (
+            torch.zeros(x.shape, dtype=dtype, device=device) for x in (rows, columns)
+        )
+        softmax_gradient(at_hand, row_shift, column_shift, d_rows, d_columns, keep)
+        found |= {f"{name}, rows": d_rows, f"{name}, columns": d_columns}
+    d_rows, d_columns = torch.zeros_like(d_rows), torch.zeros_like(d_columns)
+    of_sigmoid = sigmoid_block(replace(block, shift=None), bias, d_rows, d_columns)
     return found | {
         "sigmoid block loss": of_sigmoid.loss,
         "sigmoid block sum": of_sigmoid.weight,
-        "sigmoid gradient of rows": into[0],
-        "sigmoid gradient of columns": into[1],
+        "sigmoid gradient of rows": d_rows,
+        "sigmoid gradient of columns": d_columns,
     }
 
 

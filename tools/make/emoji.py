@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 from PIL import Image
 from tqdm import tqdm
 
@@ -220,7 +221,7 @@ def render(svg: str) -> bytes | None:
 
     drawn = svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True)
     image = Image.open(io.BytesIO(bytes(drawn))).convert("RGB")
-    if min(low for low, _ in image.getextrema()) > 240:
+    if numpy.asarray(image).min() > 240:
         return None
     image = image.quantize(64, method=Image.Quantize.MEDIANCUT, kmeans=2, dither=Image.Dither.NONE)
     buffer = io.BytesIO()

@@ -24,7 +24,7 @@ from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
 from disco_ds.config.settings import MAX_COUNT
 
-ITEMS = {"data.sources": SourceSettings, "stages": StageSettings}
+ITEMS: dict[str, type[BaseModel]] = {"data.sources": SourceSettings, "stages": StageSettings}
 """Name of a setting that is a list -> model of one item of the list."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}

@@ -102,7 +102,11 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     where = subprocess.run(
         [python, "-c", "import disco_ds; print(disco_ds.__file__)"],
-        **{"cwd": work, "env": clean, "check": True, "text": True, "stdout": subprocess.PIPE},
+        cwd=work,
+        env=clean,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
     ).stdout.strip()
     if not Path(where).is_relative_to(env):
         raise RuntimeError(

@@ -64,7 +64,7 @@ def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
         cell.name(seed): cell.settings(seed, args.samples) + args.overrides + own.get(cell.loss, [])
         for seed, cell in itertools.product(args.seeds, cells)
     }
-    found = train_all(runs, args.out.resolve(), args.jobs, args.recipe)
+    found = train_all(runs, args.out.resolve(), args.jobs, "quickstart")
     return {cell: [found[cell.name(seed)] for seed in args.seeds] for cell in cells}
 
 
@@ -104,7 +104,6 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--samples", type=int, default=60_000, help="training samples of every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    parser.add_argument("--recipe", default="quickstart")
     parser.add_argument(
         "--of", nargs="+", action="append", default=[], metavar=("LOSS", "key=value")
     )

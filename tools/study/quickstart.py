@@ -80,7 +80,7 @@ def main() -> None:
     train_parents(out, args.jobs)
     cases = [(name, samples) for samples in POINTS for name in LOSSES]
     with ThreadPoolExecutor(args.jobs) as pool:
-        texts = list(pool.map(lambda case: study(*case, out), cases))
+        texts = list(pool.map(lambda case: study(case[0], case[1], out), cases))
     tables = dict(zip(cases, texts, strict=True))
     for (name, samples), text in sorted(tables.items()):
         print(f"## {name} after {samples:,} samples\n\n{text}")
