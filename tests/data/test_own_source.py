@@ -1,4 +1,4 @@
-"""Custom sources, `package.module:Class`: the example of docs/extending.md in a recipe, resumed and mixed."""
+"""Custom sources, `package.module:Class`: the example in a recipe, resumed and mixed."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
-    (code,) = re.findall(
-        r'```python\n("""my_sources.py.*?)```',
-        (ROOT / "docs" / "extending.md").read_text(),
-        re.DOTALL,
-    )
+    code = (ROOT / "examples" / "sqlite_source.py").read_text()
     for name, text in {
         "__init__": "",
         "my_sources": code,

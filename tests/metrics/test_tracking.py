@@ -294,7 +294,7 @@ def test_blocks_of_the_manual_are_settings() -> None:
         r"```yaml\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.DOTALL
     )
     first, second = (yaml.safe_load(block) for block in blocks)
-    assert settings(**first).log.wandb.entity == "my-team"
+    assert settings(**first).log.wandb.project == "clip"
     read = read_ds_config(second["deepspeed"], ROOT)
     assert (
         second["deepspeed"]["comet"].items()
