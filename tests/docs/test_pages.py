@@ -14,7 +14,9 @@ from disco_ds.cli.parser import make_parsers
 from disco_ds.config import PACKAGE
 from helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("docs", "tools")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_WORDS = 1000
 RECIPES = {path.stem for path in (PACKAGE / "recipes").glob("*.yaml")}
