@@ -122,7 +122,7 @@ def test_own_source_is_mixed_with_shards(package: Path, tmp_path: Path) -> None:
     assert {index for step in batches for index, _ in step} > set(range(40, 58))
 
 
-@pytest.mark.slow  # an own loss goes the same way through the commands in the fast set
+@pytest.mark.slow  # a fast test does the same with a custom loss
 def test_recipe_with_an_own_source_trains_and_resumes(package: Path, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.sqlite", 0, 48)
     data = {"source": NAME, "options": {"path": path}, "workers": 1, "slots": 4}

@@ -148,7 +148,7 @@ def train_with_ours() -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
-    """With clipping, which would differ if the gradient had another scale."""
+    """Gradients are clipped, so the result would differ if the gradient had another scale."""
     alone = train(open_clip.ClipLoss(), slice(None), wrap=False)
     for weights in run_ranks(train_with_ours, size, joined=False):
         for name, value in alone.items():

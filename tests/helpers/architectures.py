@@ -1,4 +1,4 @@
-"""Small models of the architectures that an export for transformers meets, and a tokenizer in a local folder."""
+"""Small models of the architectures that can be exported for transformers, and a tokenizer in a local folder."""
 
 from __future__ import annotations
 

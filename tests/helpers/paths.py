@@ -1,4 +1,4 @@
-"""Where the clone, its tests and its tools are."""
+"""Paths of the clone and its tests."""
 
 from __future__ import annotations
 

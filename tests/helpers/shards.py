@@ -91,8 +91,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> P
 def write_shards(
     folder: Path, sizes: list[int], change: Change | None = None, first: int = 0
 ) -> Manifest:
-    """Shards of these sizes with their manifest, ids from `first` on; `change` may damage the members of a sample, by
-    id."""
+    """Write shards of these sizes and their manifest. Ids begin at `first`. `change` may damage a sample's members."""
     folder.mkdir(parents=True, exist_ok=True)
     index = first
     for number, size in enumerate(sizes):

@@ -97,7 +97,7 @@ def prepare_groups(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
-    """The model of the settings; open_clip's own text tower has no dropout, others have."""
+    """Build the model. open_clip's text tower has no dropout; the other towers have."""
     torch.manual_seed(config.seed)
     model: Any = build_model(
         config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None
@@ -114,7 +114,7 @@ def reference(
     cast: str = "fp32",
     text_dropout: float = 0.0,
 ) -> tuple[dict[str, Tensor], float]:
-    """Gradient of the full-batch loss by one graph in one process, and the loss.
+    """Return the gradient of the full-batch loss, from one graph in one process, and the loss.
 
     Each chunk is forwarded under the RNG state recorded for it. cast: fp32, autocast, bf16, fp16: how the towers run.
     """
@@ -185,7 +185,7 @@ def norm(gradient: dict[str, Tensor]) -> float:
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    """The fp32 copy of every trained parameter, whole, at any stage and precision. Collective."""
+    """Return the complete fp32 copy of every trained parameter, at any stage and precision. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.zero_optimization_stage() > 0:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def clone(tmp_path):
-    """Copy what the demo needs to a path that contains a space."""
+    """Copy the files of the demo to a path that contains a space."""
     folder = tmp_path / "a clone"
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("disco_ds", "ds_configs", "tools"):
