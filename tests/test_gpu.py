@@ -1,7 +1,7 @@
-"""What only a GPU can show, of one: `make test-gpu`; with REHEARSE=1 the same on the CPU, so that CUDA alone is new.
+"""Tests that need one GPU (`make test-gpu`). REHEARSE=1 runs them on the CPU.
 
-Kernels, the step at every stage and precision, a demo that learns, a run that is killed and resumed, the doctor. Each
-works in a process of its own, and none in more than its timeout.
+Kernels, the step at every stage and precision, a demo that learns, a run that is killed and resumed, the doctor.
+Each test runs in a separate process with a timeout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ ON_GPU = DEVICE == "cuda"
 
 
 def run(command: list[str], timeout_s: float, folder: Path) -> str:
-    """What a program of ours says; the test fails with it unless it ends well and in time. Ends all of its session."""
+    """Run a program and return its output. The test fails if the program fails or takes too long. All processes of
+    its session are ended.
+    """
     environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     log = folder / "said.txt"
     with log.open("w") as file:
@@ -110,12 +112,13 @@ def test_kernels_are_right(tmp_path: Path) -> None:
 # One step
 
 SIZE, COUNTS, LR = 24, (1, 3), 1000.0
-"""LR: the change then dwarfs the rounding of the weights it is read from."""
+"""LR is so large that the rounding of the weights does not matter."""
 UNIT = {"fp32": 2**-24, "tf32": 2**-11, "autocast": 2**-8, "bf16": 2**-8, "fp16": 2**-11}
 """Relative error of one rounding: bf16 keeps 8 bits of a number, fp16 and TF32 11."""
 ROUNDINGS = 58
-"""On the longest way through the tiny towers: patches, two norms, projection, unit rows, and in both blocks norm, qkv,
-scores, softmax, mix, projection, sum, norm, two products, activation, sum: 29, and as many backward."""
+"""Number of roundings on the longest path through the tiny towers, forward (29) and backward (29): patches, two norms,
+projection, unit rows, and in both blocks norm, qkv, scores, softmax, mix, projection, sum, norm, two products,
+activation, sum."""
 CASTS = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -217,7 +220,8 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
     """Every stage and precision, in one micro-batch and in three, against one graph of the whole batch on the CPU.
 
     Allowed: twice the error that the same precision has on this device without an engine, and never more than the
-    roundings on the longest way through the towers add up to. What is left out or counted twice is off by far more.
+    roundings on the longest way through the towers add up to. A missing or doubled term would cause a far larger
+    error.
     """
     cases = [
         (precision, stage, count, "disco")
@@ -242,7 +246,7 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
 
 
 def replay_errors(model: str) -> list[tuple[float, float]]:
-    """With dropout: one step against one graph that draws what the step drew, and against one that draws otherwise."""
+    """With dropout: compare a step with a graph that has the same random numbers, and with one that has others."""
     device, found = comm.local_device(), []
     for stage in (1, 3):
         config = settings(model, "fp32", stage, 3, "disco")
@@ -283,7 +287,7 @@ def test_demo_learns(tmp_path: Path) -> None:
 
 
 def change(later: dict[str, Tensor], earlier: dict[str, Tensor]) -> float:
-    """The length of all changes of the weights."""
+    """Return the norm of all changes of the weights."""
     return (
         sum((later[name].double() - earlier[name].double()).square().sum().item() for name in later)
         ** 0.5
@@ -332,7 +336,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     assert not (cut / FINISHED).exists()
     done = max(x["step"] for x in records(cut))
     assert 10 <= done < 24
-    time.sleep(0.5)  # the kernel lets go of the dead process's lock and device memory
+    time.sleep(0.5)  # the kernel releases the lock and the device memory of the dead process
     said = run([*train, "name=cut", "--resume", "latest"], 80, tmp_path)
     mine, other = ([x for x in records(path) if "ids" in x] for path in (cut, whole))
     assert [(x["step"], x["ids"]) for x in mine] == [(x["step"], x["ids"]) for x in other], said
@@ -347,8 +351,8 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         read_weights(path / "checkpoints" / f"step-{step:08d}").tensors
         for path, step in ((whole, 3), (whole, 24), (cut, 24))
     )
-    # On a GPU sums come in any order. A run that had lost its moments, or a step, would be off by a good part of what
-    # the steps changed.
+    # On a GPU sums come in any order. A run that had lost its moments or a step would differ by a large part of the
+    # change.
     assert change(resumed, end) <= (0.05 if ON_GPU else 0.0) * change(end, start)
 
 

@@ -1,4 +1,4 @@
-"""What setup.py and the test suite say of a machine: imports are declared, and fp16 can be hidden."""
+"""setup.py declares all imports, and the tests can hide fp16."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_import_is_found_wherever_it_stands(source: str) -> None:
 
 @needs_fp16
 def test_fp16_can_be_hidden_from_every_process() -> None:
-    """With this, a whole test run on a machine with fp16 is one on a machine without."""
+    """With this variable, tests on a machine with fp16 run as on a machine without."""
     code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(

@@ -211,7 +211,7 @@ def _sums(
     shift: Tensor | None,
     maxima: bool,
 ) -> Sums:
-    """Sum over all negatives of each row and each column, including those between samples of the same side (NT-Xent)."""
+    """Sum over all negatives of each row and each column, including those of the same side (NT-Xent)."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

@@ -1,4 +1,4 @@
-"""Small tar shards for tests: images of one color that tells the sample's id, captions that tell it too."""
+"""Small tar shards for tests. The color of an image and its caption encode the sample's id."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_sample(index: int) -> dict[str, bytes]:
 
 
 def bomb(side: int = 50_000) -> bytes:
-    """A PNG of a few bytes that says it has side x side pixels."""
+    """Return a PNG of a few bytes whose header claims side x side pixels."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -141,7 +141,7 @@ def make_loader(
 
 
 def read_step(loader: Loader) -> StepData:
-    """A step with all of its micro-batches read, so that its error and figures are complete."""
+    """Read a step with all of its micro-batches, so that its error and metrics are complete."""
     data = loader.read_step()
     assert len(list(data.micro_batches)) == len(data.micro_batches)
     return data
@@ -183,7 +183,9 @@ def read_global(
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Random at two scales: pixels alone would average out, blocks alone would hide a shift."""
+    """Make an image with random pixels and random blocks: resizing averages pixels, and blocks alone would hide a
+    shift.
+    """
     rng = np.random.default_rng(width * 1000 + height)
     blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize(
         (width, height)

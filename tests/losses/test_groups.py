@@ -147,7 +147,7 @@ def test_other_paths_equal_the_oracle():
 
 
 def without_groups() -> list[str]:
-    """If no pairs share their group, or those that do are negatives, not a bit of the result changes."""
+    """If no pairs share a group, or pairs of a group are negatives, the result is bit-identical."""
     failures = []
     B = 40 * comm.size()
     image, text = features(B, 24, torch.float32)

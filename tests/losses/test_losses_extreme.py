@@ -176,8 +176,9 @@ class Largest(TorchDispatchMode):
 
 
 def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
-    """Of each tiled loss: its largest tensor in elements, and its peak beyond the features and their gradients in
-    bytes, of its tensors and of the process."""
+    """For each tiled loss, return the elements of its largest tensor, and its peak memory in bytes without features
+    and their gradients: that of its tensors and that of the process.
+    """
     result = {}
     generator = torch.Generator().manual_seed(comm.rank())
     index = torch.arange(b * comm.rank(), b * (comm.rank() + 1))

@@ -157,7 +157,7 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
 
 
 def peak_of_backward(config: Config) -> int:
-    """Bytes that the second backward takes beyond what was there, of a model without activations."""
+    """Return the additional bytes that the second backward of a model without activations allocates."""
     engine = build_engine(
         build_model(config.model),
         config.optim,
@@ -432,7 +432,9 @@ def build_with_roberta() -> TwoTowers:
 
 
 def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> None:
-    """In fp32, they are padded. Hugging Face's are cut to the longest one, and one of many is long."""
+    """In fp32, they are padded. Hugging Face towers cut texts to the longest one, and one of many texts is usually
+    long.
+    """
     short = Assumptions(text_tokens=2.0)
     roberta = {
         "model__name": ModelSettings().name,

@@ -79,7 +79,7 @@ def test_slices_fail_alone_and_are_resumed(tmp_path):
     assert found["raise"].records[3] == {"number": 2}
     assert found["crash"].records == found["hang"].records == [{"started": True}]
     assert "last words" in (tmp_path / "x.log").read_text()
-    # What has ended is not done again; what has not, is: "good" as if its process had been killed.
+    # Slices that have ended are skipped. "good" is repeated, as if its process had been killed.
     kept = [
         x for x in results.path.read_text().splitlines() if '"good"' not in x or '"end"' not in x
     ]
@@ -120,7 +120,7 @@ def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
     alone = [x for x in names if bench_gpu.SHAPES[x.split(": ")[0]].ranks == 1]
     bench([*alone, "one: broken", "one: absent"], path)
     start_server()
-    # A world that is only pretended cannot be left.
+    # A simulated process group cannot be destroyed.
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         pool.submit(bench, [*(x for x in names if x not in alone), "share: broken"], path).result()
     outcomes = slices.Results(path).read()

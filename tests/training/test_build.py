@@ -1,4 +1,4 @@
-"""A person's mistakes: each a clear error on every rank, before any work, within seconds."""
+"""A user's mistakes cause clear errors on every rank, before any work and within seconds."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def changed_on_resume(path: Path) -> None:
         "is damaged: engine/",
         "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written",
     )
-    # What may change does: workers, micro-batch, logging, a longer run.
+    # Settings that may change: workers, micro-batch, logging, and a longer run.
     with ExitStack() as stack:
         overrides = [
             "name=first",
@@ -159,7 +159,7 @@ def broken_data(path: Path, folder: Path) -> None:
             for line in path.open()
         ]
         records = (run.folder / METRICS_FILE).read_text().splitlines()
-    # 80 samples in 4 steps of 16, so not all are met, but never the same one in another count.
+    # 80 samples in 4 steps of 16: some are not used, but the counts are always the same.
     assert json.loads(records[-1])["broken_samples"] >= len(set(names)) >= 3, names
     assert any(
         name.startswith("00001.tar/entry") and "complete samples" in name for name in names
@@ -196,7 +196,7 @@ def shards(tmp_path: Path) -> Path:
     write_shard(tmp_path / "rotten" / "00001.tar", [good[1], *[bad] * 60])
     for name in ("one", "broken", "rotten"):
         write_manifest(index_shards(tmp_path / name))
-    # Cut after it was counted: its lost samples are broken ones.
+    # The shard was cut after it was counted, so the lost samples count as broken.
     cut = tmp_path / "broken" / "00001.tar"
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
     return tmp_path

@@ -49,8 +49,8 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
 
 
 def interpreted() -> list[str]:
-    """Runs on two ranks, which share the tiles out; returns the failures in words."""
-    # Memory that torch.empty gives reads as not a number: what is used before it is written shows.
+    """Check tiles on two ranks, which divide the work. Return descriptions of the failures."""
+    # In deterministic mode, torch.empty fills memory with NaN, which reveals reads of unwritten memory.
     torch.use_deterministic_algorithms(True)
     n, failures = comm.rank(), []
     cases = [(shape, "fp32") for shape in EVERY_OFFSET + EDGES] + [((33, 40, 70, 2), "tf32")]
@@ -180,7 +180,7 @@ def losses() -> list[str]:
                 for impl in ("triton", "torch")
             )
             wrong = [tool.error(x, y) for x, y in zip(mine, theirs, strict=True)]
-            # Here torch rounds the weights to bf16, Triton holds them in the factors' fp32, or cuts what it keeps.
+            # Here, torch rounds the weights to bf16. Triton keeps them in fp32, or truncates what it stores.
             if not max(wrong) <= {"precision": 2**-8, "store": 2**-6}.get(
                 next(iter(options), ""), 3e-6
             ):
@@ -300,7 +300,7 @@ def test_tool_says_when_there_is_no_gpu(monkeypatch, capsys):
 
 
 def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplog):
-    """As it does without a C compiler; here it finds no driver."""
+    """Triton fails like this without a C compiler. Here, it finds no driver."""
     find_problem.cache_clear()
     device = torch.device("cpu")
     with caplog.at_level(logging.WARNING):
