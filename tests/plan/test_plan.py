@@ -479,7 +479,7 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verdicts_and_slope_of_the_papers_table_3() -> None:
-    """Plan for 64 and for 8 A100 GPUs of 40 GB. Solving the three DisCo rows for constant + b (slope + k B) gives 5.2 MB a sample."""
+    """Plan for 64 and 8 A100-40G. Solving the three DisCo rows for constant + b (slope + k B) gives 5.2 MB a sample."""
     recipe = load_config("vit_b_32_196k", ["ranks=null"])
 
     def plan(loss: str, ranks: int, batch: int) -> int:

@@ -1,7 +1,4 @@
-"""Train one recipe several times with different settings.
-
-compare_losses.py and study_quickstart.py use this module.
-"""
+"""Train the quickstart several times with different settings."""
 
 from __future__ import annotations
 
@@ -15,16 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
-def train_all(
-    runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str
-) -> dict[str, dict[str, float]]:
+def train_all(runs: Mapping[str, list[str]], out: Path, jobs: int) -> dict[str, dict[str, float]]:
     """Train all runs that have not finished yet. Each run is one process with one thread.
 
     Args:
         runs: Name of a run -> its settings (key=value).
         out: Folder that contains the run folders.
         jobs: Number of runs that train at the same time.
-        recipe: Name or path of the recipe.
 
     Returns:
         Name of a run -> content of its finished.json.
@@ -35,17 +29,15 @@ def train_all(
     out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         return dict(
-            zip(
-                runs, pool.map(lambda name: train(name, runs[name], out, recipe), runs), strict=True
-            )
+            zip(runs, pool.map(lambda name: train(name, runs[name], out), runs), strict=True)
         )
 
 
-def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, float]:
+def train(name: str, settings: list[str], out: Path) -> dict[str, float]:
     finished = out / name / "finished.json"
     if not finished.exists():
         shutil.rmtree(finished.parent, ignore_errors=True)
-        arguments = ["train", "--config", recipe, f"name={name}", f"runs={out}", *settings]
+        arguments = ["train", "--config", "quickstart", f"name={name}", f"runs={out}", *settings]
         call(arguments, out / f"{name}.log")
     return json.loads(finished.read_text(encoding="utf-8"))
 

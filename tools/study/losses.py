@@ -64,7 +64,7 @@ def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
         cell.name(seed): cell.settings(seed, args.samples) + args.overrides + own.get(cell.loss, [])
         for seed, cell in itertools.product(args.seeds, cells)
     }
-    found = train_all(runs, args.out.resolve(), args.jobs, "quickstart")
+    found = train_all(runs, args.out.resolve(), args.jobs)
     return {cell: [found[cell.name(seed)] for seed in args.seeds] for cell in cells}
 
 

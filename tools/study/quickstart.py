@@ -43,7 +43,7 @@ def train_parents(out: Path, jobs: int) -> None:
         ]
         for seed, (name, loss) in product(SEEDS, LOSSES.items())
     }
-    train_all(settings, out, jobs, "quickstart")
+    train_all(settings, out, jobs)
 
 
 def study(name: str, samples: int, out: Path) -> str:
