@@ -17,7 +17,7 @@ def adafactor(groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def clipped(groups: list[dict[str, Any]]) -> Optimizer:
-    """Clip by the norm of this optimizer's parameters. With ZeRO, that is not the norm of the model."""
+    """Clip by the norm of all parameters of this optimizer, which under ZeRO is not that of the model."""
     optimizer = torch.optim.SGD(groups, lr=0.1)
 
     def clip(optimizer: Optimizer, *given: Any) -> None:

@@ -141,7 +141,7 @@ def make_loader(
 
 
 def read_step(loader: Loader) -> StepData:
-    """Read a step with all of its micro-batches, so that its error and metrics are complete."""
+    """A step with all of its micro-batches read, so that its error and figures are complete."""
     data = loader.read_step()
     assert len(list(data.micro_batches)) == len(data.micro_batches)
     return data

@@ -382,7 +382,7 @@ def test_temperatures_do_not_depend_on_the_weight_of_the_loss():
 
 
 def one_sided(gather_both: bool) -> list[str]:
-    """With a locked tower, the remaining gradients and the state are unchanged."""
+    """With one tower locked, what is left of the gradients and all of the state are the same."""
     failures = []
     N, n = comm.size(), comm.rank()
     own = slice(n * B // N, (n + 1) * B // N)

@@ -219,7 +219,7 @@ def full_disk(path: Path, disk: Path) -> None:
     if comm.rank() == 0:
         assert [record["step"] for record in records(run.folder)] == [1, 2, 3, 4, 5]
     clear(run)
-    # If the disk is full for too long, all ranks stop, and the previous checkpoint is complete.
+    # For too long: all stop, and the checkpoint before is whole.
     said = failure(config("stops", "checkpoint.max_failed_saves=0"), fill, comm.AgreedError)
     expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "free up space")
     saved_at = checkpoint.read(find_latest(disk / "stops"))

@@ -1,4 +1,4 @@
-"""Random numbers: those of the next step do not depend on whether this one was skipped."""
+"""The random draws around a step: those of the next one are the same, whatever has become of this one."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def softmax_gradient(
 
     W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
     diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. The
-    results are scaled by Tiling.gain, so the caller must divide by it.
+    caller divides the results by the gain, Tiling.gain.
 
     Args:
         block: The similarities.

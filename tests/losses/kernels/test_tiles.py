@@ -180,7 +180,7 @@ def losses() -> list[str]:
                 for impl in ("triton", "torch")
             )
             wrong = [tool.error(x, y) for x, y in zip(mine, theirs, strict=True)]
-            # Here, torch rounds the weights to bf16. Triton keeps them in fp32, or truncates what it stores.
+            # Here torch rounds the weights to bf16, Triton holds them in the factors' fp32, or cuts what it keeps.
             if not max(wrong) <= {"precision": 2**-8, "store": 2**-6}.get(
                 next(iter(options), ""), 3e-6
             ):
