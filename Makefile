@@ -4,7 +4,7 @@
 # make test-gpu what one GPU alone can show; after 8 minutes no test is started; REHEARSE=1: the same on the CPU
 #               (docs/gpu.md)
 # make check    lint, format and types
-# make wheel    builds sdist and wheel into dist/ and tries the wheel in an empty environment (tools/check_wheel.py)
+# make wheel    builds sdist and wheel into dist/ and tries the wheel in an empty environment (tools/make/wheel.py)
 # make bench-gpu  losses, training steps, GradAccum, memory and data on one GPU, beside open_clip and the published losses,
 #                 as tables (docs/gpu.md); BUDGET=540 ends it within that many seconds, and the next call goes on;
 #                 ONLY='"step: *" "peak: *"' takes some; REHEARSE=1: every slice at tiny shapes, on the CPU too
@@ -31,7 +31,7 @@ $(STAMP): setup.py
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python tools/demo.py
+	$(BIN)/python -m tools.make.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --durations=15
@@ -48,7 +48,7 @@ check: $(STAMP)
 	$(BIN)/python -m mypy
 
 wheel: $(STAMP)
-	$(BIN)/python tools/check_wheel.py
+	$(BIN)/python -m tools.make.wheel
 
 bench-gpu: $(INSTALLED)
-	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET)) $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)
+	$(BIN)/python -m tools.bench.gpu $(if $(BUDGET),--budget $(BUDGET)) $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)

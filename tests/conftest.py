@@ -1,4 +1,4 @@
-"""What several test files start from."""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skipped)
     if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
-        start_server()  # before a test of the data workers starts one with less in it
+        start_server()  # before a test of the data workers starts a fork server with fewer imports
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe file of the smallest settings."""
+    """Write the smallest complete recipe."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
     return path

@@ -1,7 +1,7 @@
-"""What only a GPU can show, of one: `make test-gpu`; with REHEARSE=1 the same on the CPU, so that CUDA alone is new.
+"""Tests that need one GPU (`make test-gpu`). REHEARSE=1 runs them on the CPU.
 
-Kernels, the step at every stage and precision, a demo that learns, a run that is killed and resumed, the doctor. Each
-works in a process of its own, and none in more than its timeout.
+Kernels, the step at every stage and precision, a demo that learns, a run that is killed and resumed, the doctor.
+Each test runs in a separate process with a timeout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.launched import alone, members, records, wait_for, write_recipe
 from helpers.machine import DEVICE, HAS_FP16
-from helpers.paths import TOOLS
+from helpers.paths import ROOT
 from helpers.precisions import PRECISIONS, REFUSED
 from helpers.towers import (
     Batch,
@@ -51,12 +51,15 @@ ON_GPU = DEVICE == "cuda"
 
 
 def run(command: list[str], timeout_s: float, folder: Path) -> str:
-    """What a program of ours says; the test fails with it unless it ends well and in time. Ends all of its session."""
+    """Run a program and return its output. The test fails if the program fails or takes too long. All processes of
+    its session are ended.
+    """
     environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     log = folder / "said.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
+            cwd=ROOT,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -86,15 +89,17 @@ def jobs() -> int:
 
 @pytest.mark.timeout(300)
 def test_kernels_are_right(tmp_path: Path) -> None:
-    """The first slices of check_kernels.py: the configurations that training takes where nothing is timed, and whole
-    losses. The rest, and every configuration that the autotuner may choose: python tools/check_kernels.py."""
+    """Run the first slices of tools/check/kernels.py: the configurations used without autotuning, and whole losses.
+
+    `python -m tools.check.kernels` also runs every configuration that the autotuner may choose.
+    """
     out = tmp_path / "results.jsonl"
     names = (
         ["default *", "losses auto", "float64", "far"]
         if ON_GPU
         else ["default bf16", "losses auto", "far"]
     )
-    command = [str(TOOLS / "check_kernels.py"), "--only", *names, "--jobs", str(jobs())]
+    command = ["-m", "tools.check.kernels", "--only", *names, "--jobs", str(jobs())]
     command += ["--budget", "270", "--out", str(out)]
     said = run(command if ON_GPU else [*command, "--rehearse"], 290, tmp_path)
     results = [json.loads(line) for line in out.read_text().splitlines()]
@@ -108,12 +113,13 @@ def test_kernels_are_right(tmp_path: Path) -> None:
 # One step
 
 SIZE, COUNTS, LR = 24, (1, 3), 1000.0
-"""LR: the change then dwarfs the rounding of the weights it is read from."""
+"""LR is so large that the rounding of the weights does not matter."""
 UNIT = {"fp32": 2**-24, "tf32": 2**-11, "autocast": 2**-8, "bf16": 2**-8, "fp16": 2**-11}
 """Relative error of one rounding: bf16 keeps 8 bits of a number, fp16 and TF32 11."""
 ROUNDINGS = 58
-"""On the longest way through the tiny towers: patches, two norms, projection, unit rows, and in both blocks norm, qkv,
-scores, softmax, mix, projection, sum, norm, two products, activation, sum: 29, and as many backward."""
+"""Number of roundings on the longest path through the tiny towers, forward (29) and backward (29): patches, two norms,
+projection, unit rows, and in both blocks norm, qkv, scores, softmax, mix, projection, sum, norm, two products,
+activation, sum."""
 CASTS = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -215,7 +221,8 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
     """Every stage and precision, in one micro-batch and in three, against one graph of the whole batch on the CPU.
 
     Allowed: twice the error that the same precision has on this device without an engine, and never more than the
-    roundings on the longest way through the towers add up to. What is left out or counted twice is off by far more.
+    roundings on the longest way through the towers add up to. A missing or doubled term would cause a far larger
+    error.
     """
     cases = [
         (precision, stage, count, "disco")
@@ -240,7 +247,7 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
 
 
 def replay_errors(model: str) -> list[tuple[float, float]]:
-    """With dropout: one step against one graph that draws what the step drew, and against one that draws otherwise."""
+    """With dropout: compare a step with a graph that has the same random numbers, and with one that has others."""
     device, found = comm.local_device(), []
     for stage in (1, 3):
         config = settings(model, "fp32", stage, 3, "disco")
@@ -271,7 +278,7 @@ def test_random_draws_are_replayed(tmp_path: Path) -> None:
 def test_demo_learns(tmp_path: Path) -> None:
     """An eighth of the quickstart, which reaches 4% and 7% on a CPU; a twentieth in a rehearsal."""
     samples, times_chance = (20_000, (20, 5)) if ON_GPU else (8_000, (2, 2))
-    run([str(TOOLS / "demo.py"), f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
+    run(["-m", "tools.make.demo", f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
     folder = tmp_path / "runs" / "quickstart"
     found = json.loads((folder / FINISHED).read_text())
     print(found)
@@ -281,7 +288,7 @@ def test_demo_learns(tmp_path: Path) -> None:
 
 
 def change(later: dict[str, Tensor], earlier: dict[str, Tensor]) -> float:
-    """The length of all changes of the weights."""
+    """Return the norm of all changes of the weights."""
     return (
         sum((later[name].double() - earlier[name].double()).square().sum().item() for name in later)
         ** 0.5
@@ -330,7 +337,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     assert not (cut / FINISHED).exists()
     done = max(x["step"] for x in records(cut))
     assert 10 <= done < 24
-    time.sleep(0.5)  # the kernel lets go of the dead process's lock and device memory
+    time.sleep(0.5)  # the kernel releases the lock and the device memory of the dead process
     said = run([*train, "name=cut", "--resume", "latest"], 80, tmp_path)
     mine, other = ([x for x in records(path) if "ids" in x] for path in (cut, whole))
     assert [(x["step"], x["ids"]) for x in mine] == [(x["step"], x["ids"]) for x in other], said
@@ -345,8 +352,8 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         read_weights(path / "checkpoints" / f"step-{step:08d}").tensors
         for path, step in ((whole, 3), (whole, 24), (cut, 24))
     )
-    # On a GPU sums come in any order. A run that had lost its moments, or a step, would be off by a good part of what
-    # the steps changed.
+    # On a GPU sums come in any order. A run that had lost its moments or a step would differ by a large part of the
+    # change.
     assert change(resumed, end) <= (0.05 if ON_GPU else 0.0) * change(end, start)
 
 

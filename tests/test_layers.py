@@ -167,7 +167,7 @@ def test_import_that_breaks_a_rule_is_found(name: str, source: str, words: str) 
 
 
 def test_modules_import_in_no_circle() -> None:
-    """Of the modules a room is made of, too, wherever in a file the import stands."""
+    """This includes imports within a room, and imports inside functions."""
     sources = modules()
     graph = {}
     for name, source in sources.items():

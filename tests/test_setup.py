@@ -1,4 +1,4 @@
-"""What setup.py and the test suite say of a machine: imports are declared, and fp16 can be hidden."""
+"""setup.py declares all imports, and the tests can hide fp16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from helpers.machine import needs_fp16
 from helpers.paths import ROOT
 from helpers.shards import write_shards
-from helpers.tool import load_tool
+from tools.make.wheel import build
 
 OPTIONAL = {
     "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
@@ -84,7 +84,7 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def test_what_the_tests_import_is_declared() -> None:
-    own = {"disco_ds"} | {"helpers"}
+    own = {"disco_ds", "helpers", "tools"}
     allowed = declared()
     assert undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own) <= OPTIONAL.keys()
 
@@ -98,7 +98,7 @@ def test_import_is_found_wherever_it_stands(source: str) -> None:
 
 @needs_fp16
 def test_fp16_can_be_hidden_from_every_process() -> None:
-    """With this, a whole test run on a machine with fp16 is one on a machine without."""
+    """With this variable, tests on a machine with fp16 run as on a machine without."""
     code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(
@@ -152,7 +152,7 @@ def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_
 
     install = ("-m", "pip", "install", "--quiet", "--no-compile")
     run(*install, "open_clip_torch[training]==3.3.0")
-    run(*install, load_tool("check_wheel").build(tmp_path))
+    run(*install, build(tmp_path))
     assert run("-c", "import webdataset; print(webdataset.__version__)") == "0.2.86\n"
     assert run("-c", OPEN_CLIP, tmp_path / "shards" / "00000.tar").splitlines()[-2:] == [
         "[4, 3, 10, 12] []",

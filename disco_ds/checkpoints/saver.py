@@ -45,7 +45,7 @@ class Saver:
     read_state: Callable[[int], RunState]
     """Called with the current step. Returns the state to save in addition to the engine's."""
     heartbeat: Heartbeat
-    """Receives a mark when this rank waits for a save, so that the wait does not look like a hang."""
+    """Notified when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
     """Called after each wait for a save, with the number of seconds that this wait took."""
     uploads: Uploads | None = None

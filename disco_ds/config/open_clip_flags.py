@@ -1,7 +1,7 @@
 """Translate open_clip_train's flags and other trainers' setting names into the settings of this package.
 
 The table of translations is in open_clip_flags.yaml. Messages about unknown settings and options use
-the table, and tools/make_reference.py writes it into docs/from_open_clip.md.
+the table, and tools/make/reference.py writes it into docs/from_open_clip.md.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Heartbeat:
         if error is not None and comm.is_communication_error(error):
             self._error = error
             self._hurry = True
-            # If a rank is lost, _beat names it and ends this process during this time.
+            # While this thread waits, _beat names a lost rank and ends this process.
             time.sleep(self._patience_s + 3 * self._interval_s)
         reason = ""
         if error is not None:

@@ -184,9 +184,8 @@ class Gathered:
         part = softmax_sums(self._block(rows, scales, shift), maxima)
         if comm.size(self.group) == 1:
             return part
-        # Each rank has summed the columns over its own rows only, and the sums are logarithms. To add them over
-        # ranks, take exp relative to a base: the common shift or, if there is none, each column's largest logarithm
-        # on any rank.
+        # The column sums are logarithms of sums over this rank's rows. To add them across ranks, subtract a common
+        # base, take exp, and all-reduce. The base is the shift or, if there is none, each column's largest logarithm.
         base = shift
         if base is None:
             base = comm.all_reduce_max(part.columns, self.group)

@@ -25,10 +25,13 @@ class _DropIn(nn.Module):
         world_size: The expected size of the process group, checked in the same way. None: no check.
         options: Options of the loss (docs/losses.md), and these:
             loss: name of the loss, as for build_loss;
-            group: process group of torch.distributed, or of one dimension of a DeviceMesh; None:
-                all ranks;
+            group: process group of torch.distributed, or of one dimension of a DeviceMesh, such as
+                mesh.get_group("data"); None: all ranks;
             check: before computing the loss, check that all ranks pass features of the same shape, and the same
                 scale and bias. This costs one small collective, for which the host waits.
+
+    FastCLIP's losses keep state for every sample. Save the state_dict() of every rank separately. To restore it, pass
+    a list of all ranks' `loss` state dicts to `loss.load_state_parts`, where `loss` is the attribute of this module.
     """
 
     global_mean = False

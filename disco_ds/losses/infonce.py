@@ -107,7 +107,7 @@ class _InfoNCE(torch.autograd.Function):
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
-        ctx.shift = shift  # backward does not need it; tests and tools/loss_checks.py read it
+        ctx.shift = shift  # backward does not need it; tests and tools/check/losses.py read it
         gradients: tuple[Tensor | None, ...] = ()
         taught: Tensor | None = None
         # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
@@ -312,7 +312,7 @@ def _sums(
     shift: Tensor | None,
     maxima: bool,
 ) -> Sums:
-    """Sum over all negatives of each row and each column, including those in the `same` blocks."""
+    """Sum over all negatives of each row and each column, including those of the same side (NT-Xent)."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

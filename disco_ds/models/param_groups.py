@@ -131,7 +131,7 @@ def find_embeddings(model: nn.Module) -> set[str]:
 def number_layers(model: Any, side: str) -> dict[str, int]:
     """Return the layer number of each parameter of a tower.
 
-    The stem and all embeddings are layer 0. The blocks follow, and everything else is the last layer.
+    The stem and all embeddings are layer 0, the blocks are layers 1 to n, and everything else is layer n + 1.
 
     Raises:
         ValueError: If no blocks are found.

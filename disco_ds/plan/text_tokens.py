@@ -72,7 +72,7 @@ def read_text_tokens(
 def is_packed(config: Config, model: Any) -> bool:
     """Return whether a GPU computes only the tokens of each text that the model needs.
 
-    Texts that are cut to the longest one of a micro-batch are not packed: with many texts, one of them is long.
+    Cutting texts to the longest one of a micro-batch does not count, because one of many texts is usually long.
     """
     is_short = read_text_size(model)[0] <= MAX_ROWS
     is_exact = precision(config.deepspeed) == "fp32"

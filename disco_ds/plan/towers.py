@@ -2,7 +2,7 @@
 
 The trace runs the recipe's model through the passes of a training step on fake tensors, which have
 shapes but no memory. The fake tensors are on the CPU, because a backward pass on a fake GPU needs a driver.
-tools/measure_towers.py runs the same passes on real tensors.
+tools/check/memory.py runs the same passes on real tensors.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 def make_token(path: Path) -> Path:
     """Make an empty file that every rank looks for.
 
-    Its name is random, so no host has cached that the file does not exist.
+    Its name is random, because NFS caches the answer that a file does not exist.
     """
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()

@@ -159,7 +159,7 @@ def test_asynchronous_checkpoint_at_every_stage(tmp_path: Path) -> None:
 
 
 def limit_files(first: int, last: int) -> At:
-    """Rank 1 cannot write more than 64 kB into a file while these batches are trained."""
+    """While these batches are trained, rank 1 cannot write more than 64 kB to a file."""
 
     def at(run: Run, number: int) -> None:
         if comm.rank() == 1 and number in (first, last):
@@ -254,7 +254,7 @@ def test_all_files_and_folders_are_on_the_disk_before_the_rename(
 def test_write_error_that_comes_late_is_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS reports a failed write at the fsync or close of the descriptor that has written, and only there."""
+    """NFS reports a failed write only when the descriptor that wrote is synced or closed."""
     fsync = os.fsync
 
     def fail_late(handle: int) -> None:
@@ -293,7 +293,7 @@ def test_file_that_was_changed_on_its_way_to_the_disk_is_damaged(
 
 @pytest.mark.parametrize("missing", [1, 22, 100, 1000, 10_000])
 def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: int) -> None:
-    """A limit on the size of a file stands for a full disk, near the end of the file too."""
+    """A limit on the file size simulates a full disk, also near the end of the file."""
     whole = save_of(tmp_path, 1)
     whole.states = dict.fromkeys(whole.states, torch.arange(50_000))
     whole.start()
@@ -314,7 +314,7 @@ def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: in
 
 
 def write_slowly_on_rank_0(run: Path, timeout_s: float) -> list[str]:
-    """Save where rank 0 writes for twice as long as a collective waits."""
+    """Save with a rank 0 that writes for twice as long as the timeout of a collective."""
     heard = io.StringIO()
     logging.getLogger("disco_ds").addHandler(logging.StreamHandler(heard))
     jobs.TURN_S, jobs.LOG_EVERY_S = 0.5, timeout_s
@@ -381,7 +381,7 @@ def test_remove_old_leaves_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def remove_slowly(path: Path) -> None:
-    """Saves of steps 8 and 16, where the file system has not removed that of step 8 before batch 22 is trained."""
+    """Save steps 8 and 16. The file system removes the checkpoint of step 8 only after batch 22."""
     gate, opened = threading.Event(), []
     rmtree = shutil.rmtree
 

@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: what must stay the same over a resume, and what is parsed of a file, and when."""
+"""Checkpoints without an engine: settings that must not change on resume, and when files are parsed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from helpers.towers import TINY, tiny_config
 
 
 def stored(same: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from checkpoint.json."""
+    """Return it as it is read from checkpoint.json."""
     return json.loads(json.dumps(same))
 
 
@@ -169,7 +169,7 @@ def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
     plant(path, "rank_00000.pt", mark)
     with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
         list(read(path).states("data"))
-    # By somebody who has also written the checksums.
+    # An attacker may have written the checksums too.
     describe(path, json.loads((path / META).read_text()))
     with pytest.raises(DamagedError, match=r"rank_00000.pt cannot be read: UnpicklingError"):
         list(read(path).states("data"))
@@ -219,7 +219,7 @@ def test_shapes_differ_by_who_holds_what_not_by_communication_settings() -> None
 
 
 def verify_on_a_slow_disk(path: Path) -> None:
-    """Rank 0's file answers only after longer than a collective may take."""
+    """Reading rank 0's file takes longer than the timeout of a collective."""
     slow = path / "rank_00000.pt"
 
     def answer(data: bytes) -> None:

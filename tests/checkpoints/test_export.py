@@ -1,4 +1,4 @@
-"""Exports: what open_clip, a fresh interpreter and clip_benchmark make of them is what the run has."""
+"""Exports: open_clip, a fresh interpreter and clip_benchmark compute from them what the run computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def picture(width: int = 50, height: int = 40) -> Image.Image:
 
 
 def write_model(folder: Path, kind: str) -> str:
-    """model.name of one of open_clip's own towers, timm's, or ours."""
+    """Return the model.name of a model with open_clip's towers, timm's or ours."""
     if kind == "quickstart":
         return kind
     name = write_tiny(folder, vocab_size=BPE_SIZE)
@@ -64,7 +64,7 @@ def write_model(folder: Path, kind: str) -> str:
 
 
 def make_run(folder: Path, kind: str, bias: float | None = None) -> tuple[Path, nn.Module, Any]:
-    """(run folder, its model in eval mode, its tokenizer); weights that were moved from where they start."""
+    """Return a run folder with changed weights, its model in eval mode, and its tokenizer."""
     name = write_model(folder, kind)
     torch.manual_seed(0)
     model = build_model(ModelSettings(name=name), initial_bias=bias)
@@ -78,7 +78,7 @@ def make_run(folder: Path, kind: str, bias: float | None = None) -> tuple[Path, 
 
 
 def load(folder: Path) -> tuple[Any, Any, Any]:
-    """(model, preprocess, tokenizer), by open_clip alone."""
+    """Load an export with open_clip only. Return (model, preprocess, tokenizer)."""
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     return model.eval(), preprocess, open_clip.get_tokenizer(f"local-dir:{folder}")
 
@@ -101,7 +101,7 @@ def test_open_clip_loads_equal_features_preprocessing_and_tokens(
     for encode, value in (("encode_image", image), ("encode_text", tokens)):
         found, expected = (getattr(each, encode)(value) for each in (loaded, model))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    # From the picture and the words on, each with its own preparation and normalization.
+    # Start with the image and the text, so that each library's preparation is compared too.
     look = read_preprocessing(model)
     pixels = resize_for_evaluation(
         picture(), ImageSpec(look.size, look.interpolation, look.resize_mode)
@@ -179,7 +179,7 @@ def test_export_never_overwrites_and_clears_what_a_killed_one_left(tmp_path: Pat
 
 
 def test_export_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
-    """open_clip takes a tokenizer by the word siglip in the name, and this one is not installed, or is another."""
+    """If a model's name contains "siglip", open_clip chooses another tokenizer, which may not be installed."""
     run, model, _ = make_run(tmp_path, "own")
     name = Path(write_model(tmp_path, "own")).rename(tmp_path / "siglip.json")
     write_run(run, model, str(name), step=8)
@@ -203,7 +203,7 @@ def test_command_line_writes_or_says_why_not(
 
 
 def read_blocks(folder: Path, language: str) -> list[str]:
-    """Code of an export's README."""
+    """Return the code in an export's README."""
     return re.findall(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
 
 
@@ -250,7 +250,7 @@ CLASSES = 20
 
 
 def write_benchmark(folder: Path) -> tuple[list[str], Tensor, Tensor]:
-    """clip_benchmark's layout, of bundled emoji under their captions; (classes, pixels, labels) to learn from."""
+    """Write bundled emoji in clip_benchmark's layout, with captions as classes. Return (classes, pixels, labels)."""
     manifest = load_manifest(resolve_shards("bundled:emoji/train"))
     data = settings(data={"image_key": "png", "source": "synthetic"}).data
     samples = list(read_all(manifest, data, ImageSpec((32, 32)), 0, 3, "{json[caption]}"))
@@ -279,7 +279,7 @@ def write_benchmark(folder: Path) -> tuple[list[str], Tensor, Tensor]:
 def learn(
     model: nn.Module, tokenize: Any, names: list[str], pixels: Tensor, labels: Tensor
 ) -> None:
-    """Some of the images, so that the others are told right now and then."""
+    """Learn some of the images, so that some of the others are classified correctly."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = tokenize(names)
     for _ in range(40):
@@ -291,7 +291,7 @@ def learn(
 
 @pytest.fixture(scope="module")
 def benchmark_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment of its own, which sees this one's packages too; numpy 2.4 refuses what clip_benchmark does."""
+    """Create an environment that shares this one's packages, but has an older numpy: clip_benchmark fails with 2.4."""
     folder = tmp_path_factory.mktemp("clip_benchmark")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -348,7 +348,7 @@ def test_clip_benchmark_gives_the_accuracy_of_ours(
 
 
 def script_resumes_over_a_folder_of_sets(python: Path, folder: Path, top1: float) -> None:
-    """The example script repeats what has no result, and nothing else."""
+    """The example script repeats only evaluations that have no result."""
     for name in ("one", "two"):
         shutil.copytree(folder / "set", folder / "sets" / name)
     script = ROOT / "examples" / "benchmark_exports.py"

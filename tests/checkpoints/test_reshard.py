@@ -44,7 +44,7 @@ def go(path: Path, resume: str | None) -> None:
 
 
 def write_again(path: Path, chain: list[dict[str, Any]]) -> None:
-    """Resume and save again without a step, in each shape of a chain; one rank."""
+    """Resume and save without a step, with each number of ranks in turn. One rank."""
     for number, deepspeed in enumerate(chain):
         with ExitStack() as stack:
             run = build(load_config(path, [f"deepspeed={json.dumps(deepspeed)}"]), "latest", stack)

@@ -213,7 +213,7 @@ def test_symbolic_link_is_removed_without_what_it_points_to(tmp_path: Path) -> N
 def test_file_that_cannot_be_removed_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS a file that another host has open is renamed to .nfs..., which is busy."""
+    """On NFS, a removed file that another host has open is renamed to .nfs..., which cannot be removed."""
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
     unlink = os.unlink

@@ -1,4 +1,4 @@
-"""Exports for transformers: its models have the features of open_clip's, from the picture and the words on."""
+"""Exports for transformers: from the same images and texts, its models compute the features of open_clip's."""
 
 from __future__ import annotations
 

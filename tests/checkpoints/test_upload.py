@@ -76,7 +76,7 @@ GATED = (
     "sh -c 'echo $1; while [ ! -e $0 ]; do sleep 0.02; done; mkdir -p $2; cp $1/weights $2' "
     "gate {path} there/{name}"
 )
-"""Waits for a file called gate; can be repeated."""
+"""An upload command that waits for a file called gate. It can be repeated."""
 
 
 def copy_and_hang(folder: Path, started: Any) -> None:
@@ -113,7 +113,7 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
         copied = log.read_text().split()
         (
             tmp_path / "gate"
-        ).touch()  # before anything fails, because the first copy is nobody's child
+        ).touch()  # before anything fails, because no process would wait for the first copy
         assert busy == [old, waiting]
         assert list_complete(tmp_path) == [old, waiting, new]
         assert waits

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def hold(engine: Any, name: str) -> dict[str, Tensor]:
     """Return the masters of the trained parameters and the values of the others. Collective."""
-    # DeepSpeed's safe_get_full_fp32_param looks at another parameter's place there; fp32 weights are the masters.
+    # There, DeepSpeed's safe_get_full_fp32_param reads another parameter's values. fp32 weights are the masters.
     held = {} if "round_robin" in name else masters(engine)
     parameters = dict(engine.module.named_parameters())
     gather = engine.zero_optimization_stage() == 3
@@ -140,7 +140,7 @@ def compare_all(folder: Path, model_file: str, names: list[str]) -> list[str]:
 
 
 def unverified(run: Path) -> list[str]:
-    """Files of DeepSpeed's that are read although a bit is flipped, of those that any reader needs."""
+    """Return DeepSpeed's files that are read although a bit is flipped."""
     found = []
     for file in (find_latest(run) / "engine").iterdir():
         if file.name.endswith("optim_states.pt") or "zero" in file.name:
@@ -235,7 +235,7 @@ def test_build_from_other_tensors_names_them(tmp_path: Path) -> None:
 
 
 def spoil(run: Path, kind: str) -> Path:
-    """Damage a run folder; what to read of it."""
+    """Damage a run folder. Return the path to read."""
     step = run / CHECKPOINTS / "step-00000007"
     file = step / "engine" / "mp_rank_00_model_states.pt"
     if kind == "no checkpoint":
@@ -317,7 +317,7 @@ def test_weights_of_a_run_that_is_training_are_those_of_its_newest_checkpoint(
     new = write_run(tmp_path / "run", model, name, step=8)
 
     def replace(path: Path) -> Any:
-        """Replace the checkpoint between its choice and its reading, as the saves of a run do."""
+        """Replace the checkpoint after it was chosen and before it is read, as a running training does."""
         if path.name == new.name:
             new.rename(new.with_name("step-00000009"))
             shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""`disco-ds study`: branches of two checkpoints at two batches and two rates, as commands and as one run."""
+"""`disco-ds study`: 2 checkpoints x 2 batches x 2 rates, started by separate commands and by one."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
 
 LEVELS = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
 BOMB = f"{{a0: &a0 [x], {', '.join(LEVELS)}}}"
-"""A mapping that stands for 9^11 values."""
+"""A mapping that expands to 9^11 values."""
 TEXTS = {
     "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "syntax error"),
     "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "syntax error"),

@@ -1,4 +1,4 @@
-"""The bundled recipes of large batches fit the GPUs they name, and run scaled down on the bundled data."""
+"""The bundled recipes for large batches fit the GPUs that they name. Scaled down, they run on the bundled data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled emoji shards, and the writer of tools/make_emoji_shards.py on made-up samples.
+"""The bundled emoji shards, and the writer of tools/make/emoji.py on made-up samples.
 
 The drawing is not tested: it needs npm packages and resvg-py.
 """
@@ -11,14 +11,13 @@ import re
 import tarfile
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from helpers.paths import ROOT
-from helpers.tool import load_tool
+from tools.make import emoji as tool
 
 ASSETS = ROOT / "disco_ds" / "assets" / "emoji"
 NUM_SHARDS = {"train": 24, "validation": 4, "unseen": 4}
@@ -58,12 +57,6 @@ def splits() -> dict[str, list[dict[str, Any]]]:
                 sample["pixels"] = image.convert("RGB").tobytes()
             sample["fields"] = json.loads(sample["json"])
     return result
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    """tools/make_emoji_shards.py as a module."""
-    return load_tool("make_emoji_shards")
 
 
 @pytest.mark.parametrize("split", NUM_SHARDS)
@@ -157,7 +150,7 @@ def test_attribution_names_every_vendor_licence_and_count(
         )
 
 
-def make_samples(tool: ModuleType, count: int) -> list[Any]:
+def make_samples(count: int) -> list[Any]:
     names = {"licence": "MIT", "keywords": "a, b", "group": "objects", "subgroup": "tool"}
     return [
         tool.Sample(
@@ -172,8 +165,8 @@ def make_samples(tool: ModuleType, count: int) -> list[Any]:
     ]
 
 
-def test_writer_is_deterministic_whatever_the_order(tool: ModuleType, tmp_path: Path) -> None:
-    samples = make_samples(tool, 11)
+def test_writer_is_deterministic_whatever_the_order(tmp_path: Path) -> None:
+    samples = make_samples(11)
     tool.write_shards(samples, tmp_path / "one", 5)
     tool.write_shards(samples[::-1], tmp_path / "two", 5)
     tool.write_shards(
@@ -199,7 +192,7 @@ def test_writer_is_deterministic_whatever_the_order(tool: ModuleType, tmp_path: 
     assert sorted(s["txt"].decode() for s in written) == sorted(s.caption for s in samples)
 
 
-def test_duplicates_keep_one_of_a_label_and_none_of_several(tool: ModuleType) -> None:
+def test_duplicates_keep_one_of_a_label_and_none_of_several() -> None:
     def draw(colour: str, vendor: str, label: str) -> Any:
         buffer = io.BytesIO()
         Image.new("RGB", (4, 4), colour).save(buffer, "PNG")

@@ -22,7 +22,7 @@ from helpers.tiny_run import recipe
 
 
 def read_groups(sources: Any, data: Any) -> dict[int, int]:
-    """The group of each sample of two steps, by sample id."""
+    """Return the group of each sample of two steps, by sample id."""
     found: dict[int, int] = {}
     loader = make_loader(sources, data)
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_caption_means_the_text_that_is_used(tmp_path: Path) -> None:
         for text, group_id in zip(batch.text.tolist(), batch.group_id.tolist(), strict=True):
             texts.setdefault(group_id, set()).add(bytes(text).rstrip(b"\0")[:5].decode())
     loader.close()
-    # Up to three labels, and the numbers of the other samples; tokens hold the first letters of a label only.
+    # Each group has one text: a sample's number, or one of up to three labels, of which tokens keep the first letters.
     assert all(len(found) == 1 for found in texts.values())
     assert 1 <= sum(found == {"label"} for found in texts.values()) <= 3
     assert len(texts) > 6
@@ -138,7 +138,7 @@ def run_each(path: Path) -> None:
 
 
 def test_run_with_groups(tmp_path: Path) -> None:
-    """Two ranks log the share that the captions give, and train on another loss."""
+    """Two ranks log the fraction of grouped pairs, and the groups change the loss."""
 
     def repeat(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample | {"txt": b"unique" if index == 15 else b"picture %d" % (index // 2)}

@@ -1,4 +1,4 @@
-"""Samples built to crash a run: each is skipped, named and counted, and all others are read normally."""
+"""Malicious samples: each is skipped, named and counted, and all others are read normally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom sources, `package.module:Class`: the example of docs/extending.md in a recipe, resumed and mixed."""
+"""Custom sources, `package.module:Class`: the example in a recipe, resumed and mixed."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
-    (code,) = re.findall(
-        r'```python\n("""my_sources.py.*?)```',
-        (ROOT / "docs" / "extending.md").read_text(),
-        re.DOTALL,
-    )
+    code = (ROOT / "examples" / "sqlite_source.py").read_text()
     for name, text in {
         "__init__": "",
         "my_sources": code,
@@ -126,7 +122,7 @@ def test_own_source_is_mixed_with_shards(package: Path, tmp_path: Path) -> None:
     assert {index for step in batches for index, _ in step} > set(range(40, 58))
 
 
-@pytest.mark.slow  # an own loss goes the same way through the commands in the fast set
+@pytest.mark.slow  # a fast test does the same with a custom loss
 def test_recipe_with_an_own_source_trains_and_resumes(package: Path, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.sqlite", 0, 48)
     data = {"source": NAME, "options": {"path": path}, "workers": 1, "slots": 4}

@@ -233,7 +233,7 @@ def test_shard_that_another_process_completes_first_is_not_fetched_again(
 
 
 class ReplacedPath(type(Path())):  # type: ignore[misc]
-    """A path at which another file appears as soon as the first one has been opened."""
+    """A path whose file is replaced as soon as it has been opened."""
 
     def open(self, *args: Any, **kwargs: Any) -> Any:
         file = Path(self).open(*args, **kwargs)  # noqa: SIM115 - the caller closes it

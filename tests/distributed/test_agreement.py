@@ -1,4 +1,4 @@
-"""Ranks whose settings differ: refused on all of them before any work, by name."""
+"""Ranks with different settings: all ranks are refused before any work, and the error names the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.tiny_run import recipe, refused
 
 
 def differing() -> list[str]:
-    """What each of several pairs of settings is refused with."""
+    """Return the error message for each pair of settings."""
     rank = comm.rank()
     check_agreement({"same": {"a": 1, "b": [None, 2.5]}})
     said = []
@@ -59,7 +59,7 @@ def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
 
 
 def start_trainer(recipe: Path, *words: str) -> int:
-    """The trainer's exit code, where a shell has made {rank} of something else on every host."""
+    """Return the trainer's exit code if the shells of the hosts have expanded {rank} differently."""
     os.chdir(recipe.parent)
     mine = [word.format(rank=os.environ["RANK"]) for word in words]
     return main(
@@ -91,7 +91,7 @@ def build_in_own_folder(folder: Path) -> str:
 
 
 def test_hosts_whose_shards_differ_are_refused(tmp_path: Path) -> None:
-    """The order of samples is made of their sizes: with others, each rank would train in an order of its own."""
+    """The data order depends on the shards' sizes, so ranks with different sizes would train in different orders."""
     for number, sizes in enumerate(([8, 8, 8], [8, 8, 9])):
         write_shards(tmp_path / f"host{number}" / "data", sizes)
     said, _ = run_ranks(build_in_own_folder, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: stacks, and NCCL's flight record where torch looks for its name."""
+"""Diagnostics of a rank: stacks, and NCCL's flight record under the name that torch expects."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def write_record(folder: Path) -> None:
 
 
 def test_record_of_nccl_can_be_read_without_a_group():
-    """The private function of torch that writes the record exists, and answers."""
+    """torch's private function that writes the flight record exists and works."""
     assert "entries" in pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())

@@ -1,4 +1,4 @@
-"""Lost ranks, made for real with signals: every survivor ends in time and names who is lost."""
+"""Ranks that are really killed or stopped: every survivor ends in time and names the lost rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = ("hangs", "all hang", "all block", "fine")
 
 
 def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
-    """One rank, in a process of its own."""
+    """One rank in a separate process."""
     with (folder / f"{number}.log").open("wb") as log:
         os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(number), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(number))
@@ -68,9 +68,7 @@ def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) 
 def misbehave(kind: str) -> None:
     if kind == "fails":
         raise ValueError("bad luck")
-    if (
-        kind == "all block"
-    ):  # a driver does not answer, and its caller holds the global lock meanwhile
+    if kind == "all block":  # a driver call hangs while it holds Python's global lock
         ctypes.PyDLL(None).sleep(1000)
     elif "hang" in kind or kind == "interrupted":
         sleep_for_ever()
@@ -113,7 +111,7 @@ class Ranks:
             process.join()
 
     def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
-        """Why this rank has stopped, by itself and in time."""
+        """Return why this rank has stopped. It must stop by itself and in time."""
         process = self.processes[number]
         process.join(max(self.since + within_s - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, self.log(number))
@@ -126,7 +124,9 @@ class Ranks:
         return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
 
     def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
-        """Every other rank has ended with an error that names the faulty one, its host and its last step."""
+        """Check that every other rank has ended with an error that names the faulty rank, its host and its last
+        step.
+        """
         for number in set(range(SIZE)) - {faulty}:
             said = self.said(number, within_s)
             for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
@@ -141,7 +141,7 @@ def check_fine(group: Ranks) -> None:
 
 
 def check_frozen(group: Ranks) -> None:
-    """A laptop that slept: nobody has missed anything."""
+    """If the whole machine was suspended, no rank is lost."""
     time.sleep(LOST_AFTER_S + 2)
     group.send(signal.SIGCONT)
     time.sleep(LOST_AFTER_S + 2)
@@ -150,7 +150,7 @@ def check_frozen(group: Ranks) -> None:
 
 
 def check_hung(group: Ranks) -> None:
-    """The rank that hangs leaves where it does."""
+    """The rank that hangs leaves the stack of the call in which it hangs."""
     group.check_named(FAULTY, "last step 10, reading", "the others have waited ")
     assert f"for rank {FAULTY} on " in group.said(FAULTY)
     assert "misbehave" in group.stacks(FAULTY)
@@ -173,7 +173,7 @@ def check_all_hung(group: Ranks) -> None:
 
 
 def check_blocked(group: Ranks) -> None:
-    """Nothing in Python runs any more, so that nobody can be named; they end all the same, and say where they are."""
+    """Python is blocked, so no rank can be named. The ranks end anyway and print their stacks."""
     for number, process in enumerate(group.processes):
         process.join(max(group.since + 2 * LOST_AFTER_S + 5 - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, group.log(number))
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     ],
 )
 def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """The cases run side by side: they wait, for the most part."""
+    """The cases run at the same time, because they mostly wait."""
     groups = {kind: Ranks(tmp_path, kind) for kind in kinds}
     try:
         for kind, group in groups.items():
@@ -249,7 +249,7 @@ def test_ranks_are_joined_in_words() -> None:
 
 @pytest.mark.slow
 def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
-    """It comes a second after a rank has died, and half a minute later SIGKILL."""
+    """The launcher sends SIGTERM a second after a rank has died, and SIGKILL half a minute later."""
     group = Ranks(tmp_path, lost_after_s=60.0)
     try:
         group.send(signal.SIGSTOP, FAULTY)
@@ -267,7 +267,7 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
         for number in range(SIZE):
             wait_for((group.folder / f"{number}.saves").exists, 60)
         group.send(signal.SIGTERM, 0, 2)  # launchers repeat it
-        group.send(signal.SIGSTOP, FAULTY)  # as a file system that holds all of a rank up
+        group.send(signal.SIGSTOP, FAULTY)  # like a file system that blocks the whole process
         time.sleep(HURRY_S + 8)
         group.send(signal.SIGCONT, FAULTY)
         (group.folder / "saved").touch()
@@ -279,7 +279,7 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
 
 
 def count_comparisons(timeout_s: float) -> int:
-    """How often a rank reads the heartbeats of all ranks in a phase of 1.4 timeout_s without a limit."""
+    """Count how often a rank reads all heartbeats during an untimed phase of 1.4 x timeout_s."""
     count = 0
     with Heartbeat(1.0, timeout_s) as heart:
         read = heart._read

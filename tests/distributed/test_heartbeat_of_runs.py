@@ -25,7 +25,7 @@ from helpers.waiting import sleep_for_ever
 
 
 def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
-    """One rank of a real run, of which one hangs in the second step."""
+    """Run one rank of a real training in which one rank hangs in the second step."""
     become_rank(number, port, folder / f"{number}.log")
     calls = 0
 
@@ -41,12 +41,12 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
 
 
 def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None:
-    """One rank of an evaluation, of which one is killed."""
+    """Run one rank of an evaluation in which one rank is killed."""
     become_rank(number, port, folder / f"{number}.log")
 
     def before_forward(module: Any, arguments: Any) -> None:
         if type(module).__name__ == "VisionTransformer" and number == 1:
-            time.sleep(1.5)  # three heartbeats, so that the last one has the place
+            time.sleep(1.5)  # three heartbeats, so that the last one contains this progress
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)

@@ -1,4 +1,4 @@
-"""Ranks of one host share its cores, and leave alone what a launcher or a person has set."""
+"""The ranks of a host share its cores, unless a launcher or a person has set the number of threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.dist import run_ranks
 
 
 def threads_of(setting: str | None, bound: bool) -> int:
-    """After sharing, of a rank that had 8 threads."""
+    """Return the number of threads of a rank that started with 8."""
     os.environ.pop("OMP_NUM_THREADS", None)
     if setting:
         os.environ["OMP_NUM_THREADS"] = setting

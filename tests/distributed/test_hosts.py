@@ -1,4 +1,4 @@
-"""Launches on several hosts: the real front end, pdsh and ssh between hosts made on this machine; and hostfiles."""
+"""Launches on several simulated hosts with the real launcher, pdsh and ssh; and hostfiles."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_working_directory_that_the_launcher_cannot_change_to_is_refused(
 
 
 def seen_by_some(folder: Path) -> None:
-    """Each rank in a working directory of its own, or in one."""
+    """Run the ranks in different working directories, or in the same."""
     rank = comm.rank()
     own = folder / f"host-{rank}"
     shards = own / "data"
@@ -201,7 +201,7 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(
         assert "host-1: step 20/20" in said
         assert (tmp_path / "runs" / "two" / "finished.json").exists()
 
-        # What the shells between make of overrides that `deepspeed` hands on as they are.
+        # Return the overrides that arrive at the ranks if `deepspeed` passes them through the shells.
         code, said = launch("name=braces", "data.shards=/data/{00000..00003}.tar")
         assert code == 2
         assert "data.shards is given twice" in said
@@ -245,7 +245,7 @@ def namespaces(cluster: Any) -> set[int]:
 
 
 def marked_namespaces(spaces: set[int]) -> list[str]:
-    """Processes that still live in one of these."""
+    """Return the processes that still run in one of these sessions."""
     found = []
     for link in Path("/proc").glob("[0-9]*/ns/*"):
         try:
@@ -307,7 +307,7 @@ def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(
     with start("--timeout", "1", "--", "sleep", "200") as late:
         assert late.wait(timeout=60) == 124
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        # One that has turned into a daemon, on the other host.
+        # A process that has become a daemon on the other host.
         with start(
             "--",
             "sh",

@@ -23,7 +23,7 @@ def put_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # ignored where the tests are a background job
+    )  # ignored if the tests run as a background job
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

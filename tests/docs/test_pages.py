@@ -14,7 +14,9 @@ from disco_ds.cli.parser import make_parsers
 from disco_ds.config import PACKAGE
 from helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("docs", "tools")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_WORDS = 1000
 RECIPES = {path.stem for path in (PACKAGE / "recipes").glob("*.yaml")}
@@ -84,6 +86,9 @@ def missing(command: list[str]) -> Iterator[str]:
             yield name
         if word in ("-m", "--module") and name.startswith("disco_ds") and find_spec(name) is None:
             yield name
+        path = ROOT / name.replace(".", "/")
+        if word == "-m" and name.startswith("tools.") and not path.with_suffix(".py").is_file():
+            yield name
         if re.match(r"(tools|tests)/\w+\.py", name) and not (ROOT / name.split("::")[0]).is_file():
             yield name
 
@@ -124,6 +129,7 @@ def test_broken_link_is_found(text: str) -> None:
         "```\ndisco-ds plan --config my.yaml --rank 8   # one rank\n```",
         "`make tests`",
         "    python tools/bench.py\n",
+        "    python -m tools.bench.nothing\n",
         "`deepspeed --module disco_ds.training.train`",
         "`disco-ds train --config quikstart`",
     ],

@@ -6,15 +6,13 @@ import pytest
 
 from disco_ds.config import Config
 from helpers.paths import ROOT
-from helpers.tool import load_tool
-
-reference = load_tool("make_reference")
+from tools.make import reference
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_page_is_what_the_code_says(page: str) -> None:
     committed = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert reference.PAGES[page]() == committed, "run `python tools/make_reference.py`"
+    assert reference.PAGES[page]() == committed, "run `python -m tools.make.reference`"
 
 
 def test_every_setting_has_a_meaning() -> None:

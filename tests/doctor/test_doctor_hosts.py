@@ -11,9 +11,8 @@ import pytest
 
 import disco_ds
 from helpers.dist import free_port
-from helpers.tool import load_tool
+from tools.check import local_cluster as tool
 
-tool = load_tool("local_cluster")
 RECIPE = ["--config", "quickstart", "data.prefetch=64", "ranks=2"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

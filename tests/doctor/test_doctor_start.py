@@ -1,4 +1,4 @@
-"""The doctor refuses what a start refuses, with the same message."""
+"""The doctor refuses the settings that a run refuses, with the same message."""
 
 from __future__ import annotations
 

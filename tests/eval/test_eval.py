@@ -83,7 +83,7 @@ def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
 
 
 class Alike(nn.Module):
-    """Features that are all equal; those of one side may be another value."""
+    """Features that are all equal. The features of one side may have another value."""
 
     def __init__(self, **values: float) -> None:
         super().__init__()

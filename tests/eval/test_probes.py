@@ -110,7 +110,7 @@ def test_probes_are_scikit_learns_at_any_number_of_ranks(tmp_path: Path) -> None
     name = write_tiny(tmp_path, BPE_SIZE)
     ((train_x, train_y, test_x, test_y),) = run_ranks(encode_alone, 1, name, settings)
     nearest = KNeighborsClassifier(20, metric="cosine", weights=vote).fit(train_x, train_y)
-    # A fifth of each class's images, and the strengths in half decades.
+    # Hold out a fifth of each class's images, and try values of C in half decades.
     best: tuple[float, float] = (-1.0, 0.0)
     shuffled = np.random.default_rng(0).permutation(36)
     order = shuffled[np.argsort(np.array(train_y)[shuffled], kind="stable")]

@@ -155,7 +155,7 @@ def test_class_file_that_does_not_fit_is_refused(
 def test_class_file_that_can_be_read_in_two_ways_is_refused(
     tmp_path: Path, labels: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Except for the last labels: they are more than the lines, so they must stand in them."""
+    """The last case has more labels than the file has lines, so the lines must contain the labels."""
     path = tmp_path / "coins.txt"
     path.write_text("".join(f"{label} euro\n" for label in sorted({"1", *labels})))
     if len(labels) == 4:

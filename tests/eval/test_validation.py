@@ -89,7 +89,7 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
 
 
 class ByColor(torch.nn.Module):
-    """A perfect model of images whose red channel is the number that their captions begin with."""
+    """A perfect model for images whose red channel is the number at the beginning of the caption."""
 
     def forward(
         self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
@@ -117,7 +117,7 @@ def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: in
         (number, words) for words in ("", "seen", "shown", "drawn", "again") for number in range(12)
     ]
     lines = [f"{'./' * (not words)}{number}.png\t{number} {words}\n" for number, words in rows]
-    # A row without a caption costs that caption alone; an image that is missing is counted once.
+    # A row without a caption loses only that caption. A missing image is counted once.
     lines += ["3.png\t\n", "none.png\t0\n", "none.png\t1\n", "4.png\t4\ttoo many\n"]
     (tmp_path / "five.csv").write_text("filepath\ttitle\n" + "".join(lines))
     for retrieval, validation in run_ranks(evaluate_table, size, tmp_path):

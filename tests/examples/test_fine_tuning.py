@@ -73,7 +73,9 @@ def evaluate(to: Path, *words: object) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_exports(run: Path, for_open_clip: Path, for_transformers: Path) -> Any:
-    """Compare both exports with the run, from words and pixels to features, and return open_clip's model."""
+    """Compare the features of both exports with those of the run, for the same texts and pixels. Return open_clip's
+    model.
+    """
     weights = read_weights(run)
     ours: Any = build_from(weights)
     model: Any = open_clip.create_model(f"local-dir:{for_open_clip}").eval()
@@ -123,7 +125,7 @@ def test_pretrained_weights_are_evaluated_trained_and_exported(case: str, tmp_pa
     run = tmp_path / "runs" / "tiny"
     scales = [record["scale"] for record in records(run) if "scale" in record]
     assert scales[0] == pytest.approx(SCALE)
-    # The scale is above model.max_scale. It is not pulled down to it, and it does not rise.
+    # The scale is above model.max_scale. It must neither be clamped nor rise.
     assert len(scales) == 2
     assert SCALE * 0.99 < scales[1] <= SCALE * 1.00001
     after = evaluate(tmp_path / "after.json", run)

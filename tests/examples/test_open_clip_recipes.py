@@ -24,7 +24,7 @@ from disco_ds.training.loop import finish, train
 from helpers.dist import run_ranks
 from helpers.paths import ROOT
 from helpers.shards import encode, noise
-from helpers.tool import load_tool
+from tools.make import reference
 
 RECIPES = sorted((ROOT / "examples" / "open_clip").glob("*.yaml"))
 RANKS = {"laion400m": 176, "cc3m": 8, "lit": 8, "fine_tune": 8}
@@ -76,7 +76,6 @@ def test_table_has_every_flag_of_the_installed_open_clip() -> None:
 
 
 def test_table_names_settings_and_options_that_exist() -> None:
-    reference = load_tool("make_reference")
     known = {
         row[0].strip("`")
         for title, model in reference.sections("", Config)

@@ -33,7 +33,9 @@ def evaluate(
     scale: float,
     upstream: float = 1.0,
 ) -> Answer:
-    """This loss on this rank's rows, with the engine's mean over ranks done by hand; the same Answer on every rank."""
+    """Compute a loss on this rank's rows, and average over ranks as an engine would. All ranks return the same
+    Answer.
+    """
     N, n = comm.size(), comm.rank()
     b = len(image) // N
     I, T = (x[n * b : (n + 1) * b].detach().clone().requires_grad_() for x in (image, text))  # noqa: E741

@@ -1,4 +1,4 @@
-"""Small models of the architectures that an export for transformers meets, and a tokenizer in a local folder."""
+"""Small models of the architectures that can be exported for transformers, and a tokenizer in a local folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, kind: str) -> str:
     """A small tokenizer in a local folder, of the class that the hub's SigLIP (T5) or SigLIP 2 (Gemma) models have."""
     if kind == "siglip":
         scores = [(word, -float(i)) for i, word in enumerate(WORDS)]
-        tokenizer = transformers.T5Tokenizer(vocab=scores, eos_token="<eos>", extra_ids=0)
+        tokenizer: Any = transformers.T5Tokenizer(vocab=scores, eos_token="<eos>", extra_ids=0)
     else:
         vocabulary = {word: i for i, word in enumerate(WORDS)}
         tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=[], padding_side="right")

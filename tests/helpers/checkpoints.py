@@ -103,7 +103,7 @@ class Bomb:
 
 
 def plant(path: Path, name: str, mark: Path) -> None:
-    """Replace a checkpoint's file by code, and its size, but not its checksum, in checkpoint.json."""
+    """Replace a checkpoint's file by code. Update its size in checkpoint.json, but not its checksum."""
     torch.save({"module": Bomb(mark)}, path / name)
     meta = json.loads((path / META).read_text())
     meta["files"][name]["bytes"] = (path / name).stat().st_size

@@ -15,9 +15,7 @@ import psutil
 import pytest
 
 from helpers.dist import free_port
-from helpers.tool import load_tool
-
-tool = load_tool("local_cluster")
+from tools.check import local_cluster as tool
 
 
 def marked(marker: str) -> list[psutil.Process]:

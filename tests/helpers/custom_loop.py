@@ -45,11 +45,11 @@ class TwoTowers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sides = (
+        one, other = (
             F.normalize(tower(x).float(), dim=-1)
             for tower, x in ((self.first, first), (self.second, second))
         )
-        return *sides, self.log_scale.float().exp()
+        return one, other, self.log_scale.float().exp()
 
 
 class BiEncoder(nn.Module):

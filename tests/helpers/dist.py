@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes on gloo with a port of their own and a bounded time, one spawn for many cases."""
+"""Real ranks for tests: gloo processes with a free port and a timeout. One spawn serves many cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def run_ranks(
     """
     context = multiprocessing.get_context(method)
     port = free_port()
-    output = Connection(os.dup(1), readable=False)  # travels to the ranks, as an integer would not
+    output = Connection(
+        os.dup(1), readable=False
+    )  # a Connection can be sent to the ranks, a file descriptor cannot
     pipes, processes = [], []
     for rank in range(size):
         receive, send = context.Pipe(duplex=False)
@@ -57,13 +59,15 @@ def run_ranks(
 
 
 def start_server() -> None:
-    """The process that ranks are forked from: they find torch, DeepSpeed and open_clip imported, eight seconds each."""
+    """Start the server from which ranks are forked. It has imported torch, DeepSpeed and open_clip, which takes 8
+    s.
+    """
     multiprocessing.set_forkserver_preload(["disco_ds.cli.train"])
     multiprocessing.forkserver.ensure_running()
 
 
 def free_port() -> int:
-    """One that nothing listens on; below those that systems lend, or a connection of another test might take it."""
+    """Return a free port below the ephemeral range, so that no connection of another test takes it."""
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -81,9 +85,10 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> 
                 f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time"
             )
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
             try:
-                fine, value = pipe.recv()  # type: ignore[union-attr]
+                fine, value = pipe.recv()
             except EOFError:
                 processes[rank].join(10)
                 pytest.fail(
@@ -106,7 +111,7 @@ def _enter(
     args: tuple[Any, ...],
     joined: bool,
 ) -> None:
-    # The server's own are as old as the server.
+    # The fork server's environment is older than the test's.
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)

@@ -1,4 +1,4 @@
-"""Sets to evaluate on, in the layouts that people have."""
+"""Evaluation sets in common layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEMPLATES = ["a photo of a {c}.", "{}, drawn"]
 
 
 def write_folder(folder: Path) -> Path:
-    """ImageNet's layout with three of its classes, one of them without images, odd images and a broken one."""
+    """Write three classes in ImageNet's layout: one without images, and some with unusual or broken images."""
     for wnid in WNIDS:
         (folder / wnid).mkdir(parents=True)
     first, second, _ = (folder / wnid for wnid in WNIDS)
@@ -28,7 +28,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def write_benchmark(folder: Path, captions: list[list[str]] | None) -> Path:
-    """clip_benchmark's webdataset layout: two shards, of labels 0 to 2, or of captions."""
+    """Write two shards in clip_benchmark's webdataset layout, with labels 0 to 2 or with captions."""
     (folder / "test").mkdir(parents=True)
     members: list[list[tuple[str, bytes]]] = [[], []]
     for number in range(len(captions) if captions else 7):

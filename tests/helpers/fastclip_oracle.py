@@ -23,7 +23,7 @@ def as_tensor(values: list[float]) -> Tensor:
 
 
 class Sample:
-    """What is remembered of a sample and a side: u itself, not its logarithm."""
+    """The state of one sample and side. It contains u, not its logarithm."""
 
     def __init__(self, tau: float):
         self.u: float | None = None
@@ -62,7 +62,9 @@ class Oracle:
     def step(
         self, image: Tensor, text: Tensor, ids: Tensor, tau: float
     ) -> tuple[float, Tensor, Tensor, float]:
-        """Loss, gradients at the features [B, D], gradient at the one temperature; the state goes on by a step."""
+        """Take a step. Return the loss, the gradients of the features [B, D], and the gradient of the common
+        temperature.
+        """
         I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
         B, gamma, numbers = len(I), self.gamma(), ids.tolist()
         others = ~torch.eye(B, dtype=torch.bool)
@@ -93,7 +95,8 @@ class Oracle:
                     self.samples[side][number], u[mine].mean().item(), gradient[mine].mean().item()
                 )
         self.seen += B
-        return total, *torch.autograd.grad(surrogate, (I, T)), d_tau
+        d_image, d_text = torch.autograd.grad(surrogate, (I, T))
+        return total, d_image, d_text, d_tau
 
     def _update(self, sample: Sample, u: float, gradient: float) -> None:
         sample.u = u
@@ -108,7 +111,9 @@ class Oracle:
 
 
 def make_loss(name: str, num_samples: int = NUM_SAMPLES, **options: Any) -> FastCLIPLoss:
-    """A FastCLIP loss of a state of `num_samples`; tiles so small that a test has several, and edges."""
+    """Build a FastCLIP loss with state for `num_samples`. The tiles are small, so that a test has several, some
+    partial.
+    """
     loss = build_loss(name, **{"tile": (8, 16)} | options)
     assert isinstance(loss, FastCLIPLoss)
     loss.set_num_samples(num_samples, num_samples)

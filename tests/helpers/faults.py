@@ -1,4 +1,4 @@
-"""Trouble made inside a run: losses and gradients that are not finite, steps left out."""
+"""Faults inside a run: losses and gradients that are not finite, and skipped steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ At = Callable[[Run, int], None]
 
 
 def start(config: Config, at: At, stack: ExitStack, resume: str | None = None) -> Run:
-    """A run in which `at` makes trouble."""
+    """Run a training in which `at` causes faults."""
     run = build(config, resume, stack)
     count = itertools.count(1)
     run.loss.register_forward_pre_hook(lambda *_: at(run, next(count)))
@@ -44,7 +44,7 @@ def poisoned(kinds: dict[int, str]) -> At:
 
 
 def failure(config: Config, at: At, kind: type[Exception]) -> str:
-    """What the run says that ends with this error, on every rank alike."""
+    """Return the message of a run that ends with this error. It must be the same on every rank."""
     with ExitStack() as stack, pytest.raises(kind) as caught:
         train(start(config, at, stack))
     said = comm.gather_objects(str(caught.value))

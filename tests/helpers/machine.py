@@ -1,4 +1,4 @@
-"""What the tests take from the machine they run on, so that they pass on any: imported before all else.
+"""Make the tests independent of the machine. This module is imported first.
 
 Ranks are processes of the CPU, on a machine with GPUs too, unless DISCO_DS_TEST_DEVICE is `cuda`, as `make test-gpu`
 sets it; tests marked `gpu` run where it is `cuda` or `cpu`. What a launcher or an allocation has set is removed, and
@@ -23,7 +23,7 @@ for name in list(os.environ):
     if name in LAUNCHED or name.startswith(SCHEDULED):
         del os.environ[name]
 DEVICE = os.environ.get("DISCO_DS_TEST_DEVICE", "")
-"""Of the tests that are marked `gpu`; empty: they are skipped."""
+"""Device of the tests that are marked `gpu`. If it is empty, they are skipped."""
 if DEVICE not in ("", "cpu", "cuda"):
     raise ValueError(f"DISCO_DS_TEST_DEVICE is {DEVICE}; it may be cuda or cpu")
 if DEVICE == "cuda" and not torch.cuda.is_available():
@@ -46,7 +46,7 @@ needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16
 
 @contextmanager
 def many_open_files() -> Iterator[None]:
-    """Descriptors that are opened in the block are beyond the 1,024 that select() takes."""
+    """In the block, new file descriptors are above 1,024, which select() cannot handle."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
@@ -59,5 +59,5 @@ def many_open_files() -> Iterator[None]:
 
 
 def runnable(names: list[str]) -> list[str]:
-    """Those of some cases, by name, that run here."""
+    """Return the cases that can run on this machine."""
     return [name for name in names if HAS_FP16 or "fp16" not in name]

@@ -1,4 +1,4 @@
-"""The smallest settings that are whole."""
+"""The smallest complete settings."""
 
 from __future__ import annotations
 

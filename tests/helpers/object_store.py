@@ -1,4 +1,4 @@
-"""Servers that are not ours, rclone's, and a proxy in front of them that delays and cuts connections."""
+"""rclone's servers, and a proxy in front of them that delays and cuts connections."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self.sent = 0
         self.received = 0
-        """Requests of the client, as long as each comes in one piece."""
+        """Number of requests, if each arrives in one piece."""
         self.cuts: list[int] = []
-        """After how many bytes each of the next connections that send more breaks."""
+        """Numbers of bytes after which the next connections break, one for each connection that sends more."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:

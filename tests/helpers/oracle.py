@@ -20,7 +20,7 @@ class Answer:
 
 
 def answer(loss: float, image: Tensor, text: Tensor, scale: Tensor) -> Answer:
-    """What a backward has left at the leaves."""
+    """Return the loss and the gradients of the leaves after a backward pass."""
     dI, dT, ds = (leaf.grad for leaf in (image, text, scale))
     assert dI is not None
     assert dT is not None
@@ -29,7 +29,7 @@ def answer(loss: float, image: Tensor, text: Tensor, scale: Tensor) -> Answer:
 
 
 def infonce(image: Tensor, text: Tensor, scale: float) -> Answer:
-    """Loss as log1p of the negatives' sum over the positive: exact near convergence, where cross_entropy cancels."""
+    """InfoNCE as log1p(sum of negatives / positive), which is exact near convergence, unlike cross_entropy."""
     I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     loss = (_one_way(I, T, s) + _one_way(T, I, s)) / 2
@@ -38,7 +38,7 @@ def infonce(image: Tensor, text: Tensor, scale: float) -> Answer:
 
 
 def naive(image: Tensor, text: Tensor, scale: float) -> Answer:
-    """The same by cross_entropy in the inputs' own precision: what one would write down."""
+    """The same with cross_entropy, in the precision of the inputs."""
     I, T = (x.detach().clone().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=image.dtype, requires_grad=True)
     logits = s * I @ T.T
@@ -60,7 +60,8 @@ def grouped(image: Tensor, text: Tensor, scale: float, group_id: Tensor, same_gr
     I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     same = group_id[:, None] == group_id
-    loss = sum(_one_way_grouped(a, b, s, same, same_group) for a, b in ((I, T), (T, I))) / 2
+    loss = _one_way_grouped(I, T, s, same, same_group) + _one_way_grouped(T, I, s, same, same_group)
+    loss = loss / 2
     loss.backward()
     return answer(loss.item(), I, T, s)
 
@@ -114,7 +115,9 @@ def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
 def features(
     B: int, D: int, dtype: torch.dtype, kind: str = "random", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Unit rows: "random" pairs that agree a little, "aligned" pairs that are nearly equal, "repeated" captions."""
+    """Return unit rows: "random" pairs are a little similar, "aligned" pairs nearly equal, "repeated" has equal
+    texts.
+    """
     generator = torch.Generator().manual_seed(seed)
     image, other = (torch.randn(B, D, generator=generator, dtype=torch.float64) for _ in range(2))
     noise = {"random": 2.0, "aligned": 0.05, "repeated": 2.0}[kind]

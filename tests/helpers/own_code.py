@@ -1,4 +1,4 @@
-"""The command line, beside a user's own package on PYTHONPATH."""
+"""Run the command line with a user's package on PYTHONPATH."""
 
 from __future__ import annotations
 

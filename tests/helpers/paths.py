@@ -1,4 +1,4 @@
-"""Where the clone, its tests and its tools are."""
+"""Paths of the clone and its tests."""
 
 from __future__ import annotations
 
@@ -6,4 +6,3 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-TOOLS = ROOT / "tools"

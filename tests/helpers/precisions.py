@@ -1,4 +1,4 @@
-"""The ds_configs of every precision and ZeRO stage that the exactness tests go through."""
+"""The ds_configs of every precision and ZeRO stage in the exactness tests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16_wire": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-    # ds_configs/zero3_offload.json, but for its precision
+    # ds_configs/zero3_offload.json with another precision
     "offload": {"zero_optimization": read_ds_config("zero3_offload", Path())["zero_optimization"]},
-    # ZeRO 3 keeps small parameters, the scale's among them, whole on every rank, unless it is told not to
+    # by default, ZeRO 3 does not partition small parameters, such as the scale
     "partitioned": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
 

@@ -1,4 +1,4 @@
-"""Small tar shards for tests: images of one color that tells the sample's id, captions that tell it too."""
+"""Small tar shards for tests. The color of an image and its caption encode the sample's id."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_sample(index: int) -> dict[str, bytes]:
 
 
 def bomb(side: int = 50_000) -> bytes:
-    """A PNG of a few bytes that says it has side x side pixels."""
+    """Return a PNG of a few bytes whose header claims side x side pixels."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -93,8 +93,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> P
 def write_shards(
     folder: Path, sizes: list[int], change: Change | None = None, first: int = 0
 ) -> Manifest:
-    """Shards of these sizes with their manifest, ids from `first` on; `change` may damage the members of a sample, by
-    id."""
+    """Write shards of these sizes and their manifest. Ids begin at `first`. `change` may damage a sample's members."""
     folder.mkdir(parents=True, exist_ok=True)
     index = first
     for number, size in enumerate(sizes):
@@ -194,7 +193,9 @@ def read_global(
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Random at two scales: pixels alone would average out, blocks alone would hide a shift."""
+    """Make an image with random pixels and random blocks: resizing averages pixels, and blocks alone would hide a
+    shift.
+    """
     rng = np.random.default_rng(width * 1000 + height)
     blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize(
         (width, height)

@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small file system, for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mount_small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A new file system of this size, such as 64k, mounted at `path`; the test is skipped where that is not allowed."""
+    """Mount a new file system of this size, such as 64k, at `path`. Skip the test if that is not allowed."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if subprocess.run(mount, capture_output=True).returncode:

@@ -52,5 +52,5 @@ class AdamWUntilKilled(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         super().step()
         steps = {int(state.get("step", 0)) for state in self.state.values()}
-        if os.environ.get(KILLED_AT) in map(str, steps):
+        if os.environ.get(KILLED_AT, "") in [str(step) for step in steps]:
             os.kill(os.getpid(), signal.SIGKILL)

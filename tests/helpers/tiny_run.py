@@ -1,4 +1,4 @@
-"""Runs of a tiny model on the bundled data: their recipe, and what they say when they are refused or stop."""
+"""Runs of a tiny model on the bundled data: their recipe, and their messages when they are refused or stop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def image_sample(number: int) -> dict[str, bytes]:
 
 
 def refused(config: Config, resume: str | None = None) -> str:
-    """What build says; the same on every rank, and within seconds."""
+    """Return the error message of build. It must be the same on every rank, and come within seconds."""
     start = time.monotonic()
     with ExitStack() as stack, pytest.raises(ValueError) as caught:
         build(config, resume, stack)
@@ -73,7 +73,7 @@ def refused(config: Config, resume: str | None = None) -> str:
 
 
 def stopped(config: Config) -> str:
-    """What train says when all ranks stop together."""
+    """Return the error message of train when all ranks stop together."""
     with ExitStack() as stack, pytest.raises(StopError) as caught:
         train(build(config, None, stack))
     said = comm.gather_objects(str(caught.value))

@@ -97,7 +97,7 @@ def prepare_groups(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
-    """The model of the settings; open_clip's own text tower has no dropout, others have."""
+    """Build the model. open_clip's text tower has no dropout; the other towers have."""
     torch.manual_seed(config.seed)
     model: Any = build_model(
         config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None
@@ -114,7 +114,7 @@ def reference(
     cast: str = "fp32",
     text_dropout: float = 0.0,
 ) -> tuple[dict[str, Tensor], float]:
-    """Gradient of the full-batch loss by one graph in one process, and the loss.
+    """Return the gradient of the full-batch loss, from one graph in one process, and the loss.
 
     Each chunk is forwarded under the RNG state recorded for it. cast: fp32, autocast, bf16, fp16: how the towers run.
     """
@@ -133,8 +133,8 @@ def reference(
     torch.set_rng_state(after)
     group_id = torch.cat([chunk["group_id"] for chunk in chunks])
     same = group_id[:, None] == group_id
-    sides = torch.cat(image), torch.cat(text)
-    loss = write_down(config.loss.name, *sides, *features[2:4], same, **config.loss.options)
+    I, T, (scale, bias) = torch.cat(image), torch.cat(text), features[2:4]  # noqa: E741
+    loss = write_down(config.loss.name, I, T, scale, bias, same, **config.loss.options)
     # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
@@ -162,6 +162,7 @@ def write_down(
         own = same
         labels = same / same.sum(1, keepdim=True)
     if loss == "siglip":
+        assert bias is not None
         return F.softplus(torch.where(own, -1, 1) * (logits + bias)).sum() / len(image)
     if loss == "nt_xent":
         views = torch.cat([image, text])
@@ -175,8 +176,8 @@ def write_down(
 def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """|got - true| / |true| over the whole gradient."""
     assert set(got) == set(true), set(got) ^ set(true)
-    difference = sum((got[name].double() - true[name].double()).pow(2).sum() for name in true)
-    return (difference / sum(value.double().pow(2).sum() for value in true.values())).sqrt().item()
+    differences = {name: got[name].double() - value.double() for name, value in true.items()}
+    return norm(differences) / norm(true)
 
 
 def norm(gradient: dict[str, Tensor]) -> float:
@@ -184,7 +185,7 @@ def norm(gradient: dict[str, Tensor]) -> float:
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    """The fp32 copy of every trained parameter, whole, at any stage and precision. Collective."""
+    """Return the complete fp32 copy of every trained parameter, at any stage and precision. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.zero_optimization_stage() > 0:

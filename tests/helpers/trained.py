@@ -1,4 +1,4 @@
-"""A run folder with one checkpoint of a model, written without an engine as ZeRO 0 writes it."""
+"""Write a run folder with one checkpoint in the format of ZeRO 0, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, with a bound."""
+"""Wait for another thread or process, with a timeout."""
 
 from __future__ import annotations
 

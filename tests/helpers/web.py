@@ -49,7 +49,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
                 self.server.sent += self.wfile.write(bytes(2**16))
 
     def _send_part(self, path: str, data: bytes) -> None:
-        """From where the client asks on, if it names our version; the first answers break off early."""
+        """Answer from the requested offset if the client names the current ETag. The first answers break off early."""
         wanted, tag = self.headers["Range"], self.server.tag
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
         if wanted:
@@ -71,7 +71,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.close_connection = True
 
     def _pause(self, path: str, data: bytes) -> None:
-        """Send half of a file and wait; then the rest, unless half it shall remain."""
+        """Send half of a file and wait. Then send the rest, unless the file is to remain incomplete."""
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -94,9 +94,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.authorizations: list[str | None] = []
         self.failures: dict[str, list[int]] = {}
-        """Path -> statuses of its next answers."""
+        """Path -> HTTP statuses of the next answers."""
         self.halves: set[str] = set()
-        """Paths of which half is sent until `resume`, and no more if they are still here then."""
+        """Paths of which half is sent until `resume`. If they are still in this set then, the rest is not sent."""
         self.stalled: set[str] = set()
         """Paths whose requests are not answered."""
         self.endless: set[str] = set()
@@ -108,9 +108,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.etags: dict[str, str] = {}
         """Path -> ETag of files that are sent whole, next to their time."""
         self.content_range: str | None = None
-        """What their answers say instead of their range."""
+        """Value to send as the range of their answers."""
         self.sent = 0
-        """Bytes of endless and broken ones."""
+        """Number of bytes sent for endless and broken answers."""
         self.resume = threading.Event()
 
 

@@ -75,7 +75,7 @@ def deepspeed_session(process: Any, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_rank_is_restarted_from_the_last_undamaged_checkpoint(tmp_path: Path) -> None:
-    """The launch resumes from an older checkpoint without asking anybody."""
+    """The launch resumes from an older checkpoint on its own."""
     folder = tmp_path / "run"
     arguments = [
         *write_recipe(folder, CASES["zero1-fp32"]),
@@ -126,7 +126,7 @@ def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> 
             "rank": rank,
             "data worker": rank.children(recursive=True)[-1],
         }
-        if victim == "data worker":  # it ignores SIGTERM: its trainer ends it
+        if victim == "data worker":  # the worker ignores SIGTERM, so its trainer must end it
             targets[victim].terminate()
             before = len(records(run))
             wait_for(lambda: len(records(run)) > before + 20, "steps after the signal", folder)

@@ -58,7 +58,9 @@ if len(attempts) == 2:
     Path("alive").write_text(str(int(Path("thawed").read_text()) in living))
 sys.exit(1)
 """
-"""Takes the place of `deepspeed`. During the second attempt a rank of the first appears, as on a host that thaws."""
+"""Takes the place of `deepspeed`. During the second attempt, a rank of the first one appears, as if its host had
+been frozen.
+"""
 
 
 @pytest.fixture

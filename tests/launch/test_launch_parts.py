@@ -52,7 +52,7 @@ _end_after({pid})
 """
 REAPED = (["sleep", "0.3"], "front.pid")
 ZOMBIE = (["sh", "-c", "sleep 0.3 & echo $!; exec sleep 5"], "int(front.stdout.readline())")
-"""Its parent never reaps it, as the first process of a container may not."""
+"""Its parent never reaps it, like the first process of some containers."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a GPU")

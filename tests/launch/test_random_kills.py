@@ -71,7 +71,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run, whole = folder / "runs" / "cut", folder / "runs" / "whole"
     arguments += ["name=cut", "--restarts", str(2 * KILLS)]
-    # Each kind at least once. After the end of the wrapper a person has to start the launch again.
+    # Each kind at least once. If the wrapper has ended, a person has to start the launch again.
     kinds = ["rank", "data worker", "launcher", "front end", "ssh", "wrapper"]
     kinds += draw.choices(["rank", "data worker"], k=KILLS - len(kinds))
     draw.shuffle(kinds)
@@ -101,7 +101,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
                 newest = run / CHECKPOINTS / newest_checkpoint(run)
                 flip(max((newest / "engine").iterdir(), key=lambda file: file.stat().st_size))
             if kind == "wrapper":
-                # On several hosts the run continues without it. A person ends that, too, and starts it again.
+                # On several hosts the run continues without it. In practice, a person would end and restart it.
                 process.wait(timeout=60)
                 for left in of_the_run(marker):
                     with suppress(psutil.NoSuchProcess):

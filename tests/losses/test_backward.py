@@ -1,4 +1,4 @@
-"""Losses that compute their gradient in forward: what reaches the leaves in 16 bits, and what backward refuses."""
+"""Losses that compute their gradient in forward: gradients of 16-bit leaves, and refused calls of backward."""
 
 from __future__ import annotations
 

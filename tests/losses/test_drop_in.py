@@ -69,7 +69,7 @@ def oracle(cls: type, bias: bool) -> tuple[float, dict[str, Tensor]]:
 
 
 def join_torch() -> tuple[int, int]:
-    """A process group of torch.distributed alone, as any loop makes it. Returns: rank, number of ranks."""
+    """Create a process group with torch.distributed only, as other loops do. Return (rank, number of ranks)."""
     torch.distributed.init_process_group("gloo")
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -143,7 +143,7 @@ def test_gradient_is_of_the_full_batch_under_ddp() -> None:
 
 
 def in_half_the_ranks() -> None:
-    """Two groups of a mesh, each with a batch of its own, as in tensor-parallel or hybrid runs."""
+    """Two groups of a mesh, each with its own batch, as in hybrid data-parallel runs."""
     from torch.distributed.device_mesh import init_device_mesh
 
     n, _ = join_torch()
@@ -248,7 +248,7 @@ def test_unknown_option_is_named() -> None:
 
 
 def test_signatures_are_those_of_open_clip() -> None:
-    """A call that open_clip takes, by position or by name, this one takes."""
+    """Arguments that open_clip's loss accepts, by position or by name, are accepted."""
     import inspect
 
     for ours, theirs in (

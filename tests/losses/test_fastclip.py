@@ -26,7 +26,7 @@ def cosine_options(name: str) -> dict[str, Any]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Features that agree now more, now less, and ids of which some are repeated."""
+    """Return features whose similarity varies from step to step, and ids, some of which repeat."""
     generator = torch.Generator().manual_seed(step)
     image, text = features(
         B, D, torch.float64, "repeated" if step % 3 == 0 else "random", seed=step
@@ -37,7 +37,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_rank(
     loss: FastCLIPLoss, image: Tensor, text: Tensor, ids: Tensor, scale: Tensor
 ) -> tuple[float, Tensor, Tensor, Tensor]:
-    """The loss, the features' gradients and the scale's, as the engine's mean over ranks would leave them."""
+    """Return the loss and the gradients of features and scale, averaged over ranks as by an engine."""
     N, n = comm.size(), comm.rank()
     own = slice(n * len(image) // N, (n + 1) * len(image) // N)
     I, T = (x[own].clone().requires_grad_() for x in (image, text))  # noqa: E741
@@ -50,7 +50,7 @@ def run_rank(
 
 
 def whole_state(loss: FastCLIPLoss) -> dict[str, Tensor]:
-    """By name [num_samples, 2], put together from every rank's part."""
+    """Return the state of all ranks by name, [num_samples, 2]."""
     parts = comm.gather_objects(loss.state_dict())
     whole = {
         name: value.new_zeros(NUM_SAMPLES, *value.shape[1:])
@@ -148,7 +148,7 @@ def test_first_epoch_is_infonce_without_the_pair_in_the_denominator(name, factor
     image, text = features(B, D, torch.float64)
     loss = make_loss(name, eps=0.0)
     scale = torch.tensor([25.0], dtype=torch.float64)
-    for _ in range(2):  # gamma is 1: what was kept does not matter
+    for _ in range(2):  # gamma is 1, so the previous state does not matter
         _, dI, dT, ds = run_rank(loss, image, text, torch.arange(B), scale)
         true = no_positive(image, text, 25.0)
         assert torch.allclose(dI, factor * true.dI, atol=1e-13, rtol=1e-10)
@@ -208,7 +208,7 @@ def test_tau_of_a_hundredth_overflows_nowhere():
 
 
 def mistakes() -> None:
-    """Each is told on every rank alike, before anything is staged."""
+    """Each mistake is reported on every rank before any state changes."""
     N, n = comm.size(), comm.rank()
     image, text = (x[: B // N] for x in features(B, D, torch.float32))
     scale = torch.tensor([10.0])
@@ -291,7 +291,7 @@ def test_gamma_by_hand():
 
 
 def parts_after(path: Path, name: str, steps: int, load: Path | None) -> None:
-    """Writes every rank's part of the state, and all of it, after some steps more."""
+    """Take more steps. Write every rank's part of the state, and the whole state."""
     loss = make_loss(name, memory="host")
     if load:
         loss.load_state_parts(torch.load(load)["parts"])
@@ -327,7 +327,7 @@ def test_state_goes_on_at_any_number_of_ranks(tmp_path):
 
 
 def no_trace_of_a_forward() -> None:
-    """What is not committed is not there, and the last forward is what is committed."""
+    """State that was not committed is dropped, and commit applies the last forward."""
     losses = [make_loss("fastclip_v2") for _ in range(2)]
     scale = torch.tensor([20.0], dtype=torch.float64)
     before = copy.deepcopy(losses[0].state_dict())

@@ -146,7 +146,7 @@ def test_other_paths_equal_the_oracle():
 
 
 def without_groups() -> list[str]:
-    """If no pairs share their group, or those that do are negatives, not a bit of the result changes."""
+    """If no pairs share a group, or pairs of a group are negatives, the result is bit-identical."""
     failures = []
     B = 40 * comm.size()
     image, text = features(B, 24, torch.float32)
@@ -177,7 +177,7 @@ def test_without_groups_the_loss_is_the_same_to_the_bit():
 )
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
 def test_accuracy_counts_any_positive_and_no_ignored_pair(name, same_group, accuracy):
-    # Images 0 and 2 are nearest to the text of each other. Text 3 is nearer to image 2 than its own text is.
+    # Image 0 is nearest to text 2, and image 2 to text 0. Text 3 is nearer to image 2 than its own text is.
     image = torch.eye(4)
     text = torch.tensor([[0.8, 0, 0.6, 0.6], [0.0, 1, 0, 0], [0.9, 0.1, 0.4, 0], [0, 0, 0.5, 0.3]])
     group_id = torch.tensor([0, 1, 0, 3])

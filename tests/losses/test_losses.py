@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
-    """Runs on every rank; returns the failures in words."""
+    """Check the losses on every rank. Return descriptions of the failures."""
     failures = []
     for (b, D), scale, dtype in [
         (shape, s, t) for shape in shapes for s in SCALES for t in TOLERANCE
@@ -44,7 +44,8 @@ def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
                         failures.append(
                             f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}"
                         )
-                    # Where the naive computation cancels, the tiled ones keep the gradient's own digits.
+                    # The tiled losses keep the digits of the gradient that the naive computation loses by
+                    # cancellation.
                     if (
                         converged
                         and (name, options) in TILED
@@ -214,12 +215,12 @@ def test_accuracy_counts_both_directions():
 
 
 def test_every_registered_loss_is_in_the_contract_test():
-    elsewhere = {"siglip", "nt_xent", *PRESETS}  # whose contracts have files of their own
+    elsewhere = {"siglip", "nt_xent", *PRESETS}  # which are tested in other files
     assert set(list_losses()) == {name for name, _ in LOSSES} | elsewhere
 
 
 def part_of_batch() -> Embeddings:
-    """This rank's four of the rows that all have."""
+    """Return this rank's four rows."""
     image, text = features(4 * int(os.environ["WORLD_SIZE"]), 16, torch.float32, "random")
     own = slice(4 * int(os.environ["RANK"]), 4 * int(os.environ["RANK"]) + 4)
     index = torch.arange(own.start, own.stop)
@@ -257,7 +258,7 @@ def alone_under_torch_distributed() -> bool:
 
 
 def test_group_of_torch_distributed_alone_is_adopted_by_every_loss_and_collective() -> None:
-    """Else the ranks would compute the loss of their own rows, without a word."""
+    """Otherwise, each rank would silently compute the loss of its own rows only."""
     assert run_ranks(under_plain_torch_distributed, 2, joined=False) == run_ranks(all_values, 2)
     assert run_ranks(alone_under_torch_distributed, 1, joined=False) == [True]
 

@@ -15,7 +15,7 @@ from disco_ds.plan.towers import Allocations
 from helpers.all_losses import TILED, evaluate
 from helpers.dist import run_ranks
 from helpers.oracle import errors, features, grouped, infonce, naive
-from helpers.tool import load_tool
+from tools.bench.loss import Peak
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
 
@@ -176,8 +176,9 @@ class Largest(TorchDispatchMode):
 
 
 def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
-    """Of each tiled loss: its largest tensor in elements, and its peak beyond the features and their gradients in
-    bytes, of its tensors and of the process."""
+    """For each tiled loss, return the elements of its largest tensor, and its peak memory in bytes without features
+    and their gradients: that of its tensors and that of the process.
+    """
     result = {}
     generator = torch.Generator().manual_seed(comm.rank())
     index = torch.arange(b * comm.rank(), b * (comm.rank() + 1))
@@ -194,7 +195,7 @@ def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, 
         with Largest() as largest, Allocations([image, text, scale, index]) as tensors:
             loss(Embeddings(image, text, scale, index=index)).loss.backward()
         image.grad = text.grad = None
-        with load_tool("bench_loss").Peak() as peak:
+        with Peak() as peak:
             loss(Embeddings(image, text, scale, index=index)).loss.backward()
         result[name] = (largest.elements, *(x - 2 * b * D * 4 for x in (tensors.peak, peak.bytes)))
     return result

@@ -45,7 +45,7 @@ LAUNCHES_NOTHING = {
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operations that would launch something on a GPU, but for those of tiles."""
+    """Counts the operations that would launch a kernel on a GPU, except those of tiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
 def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
-    """With the rows at a time that a GPU takes: 32,768 of width 512 are one chunk there, so they need no more calls."""
+    """Use the chunk size of a GPU: 32,768 rows of width 512 are one chunk there, so they need no more calls."""
     assert blocks.chunk_rows(D, torch.device("cuda")) == 32_768
     monkeypatch.setattr(blocks, "chunk_rows", lambda width, device: 32_768)
     calls = Calls()
@@ -119,6 +119,6 @@ def exchanges() -> dict[str, tuple[int, int]]:
 
 def test_the_ring_makes_one_exchange_a_hop():
     for found in run_ranks(exchanges, 3):
-        # Three hops, and one more that brings home what the others have added. inf_cl goes around once more.
+        # Three hops, and one more that returns the accumulated gradients to their rank. inf_cl goes around once more.
         assert found["inf_cl"] == (4, 8)
         assert found["siglip"][1] == 4

@@ -1,4 +1,4 @@
-"""Custom losses (`package.module:Class`): the example of docs/extending.md in every command."""
+"""Custom losses (`package.module:Class`): the example in every command."""
 
 from __future__ import annotations
 
@@ -77,11 +77,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PYTHONPATH with our_package in it."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
-    (code,) = re.findall(
-        r'```python\n("""my_losses.py.*?)```',
-        (ROOT / "docs" / "extending.md").read_text(),
-        re.DOTALL,
-    )
+    code = (ROOT / "examples" / "smoothed_loss.py").read_text()
     for name, text in {
         "__init__": "",
         "my_losses": code,

@@ -9,9 +9,8 @@ import torch
 
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.kernels import Tiling
-from helpers.tool import load_tool
+from tools.check import precision as tool
 
-tool = load_tool("compare_precision")
 AUTO = next(name for name in tool.OURS if name.endswith("(auto on a GPU)"))
 
 
@@ -45,7 +44,9 @@ def test_whole_matrices_are_multiplied_in_fp32_under_autocast(name, dtype):
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
-    """gamma 0.05, and estimates u far from this batch's: weights as small as in a batch 1,000 times larger."""
+    """With gamma 0.05 and estimates u far from this batch's, the weights are as small as in a batch 1,000 times
+    larger.
+    """
     B, D = 384, 64
     image, text = tool.make_pairs("typical", B, D)
     gradients = []

@@ -255,7 +255,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
 def test_records_wait_for_room_on_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit on the size of a file stands for a full disk, which may take a part of a record."""
+    """A limit on the file size simulates a full disk, which may write a part of a record."""
     metrics = MetricsLogger(tmp_path, {}, plain(8, 40))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))

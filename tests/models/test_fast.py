@@ -138,7 +138,7 @@ class Prefix(TextTransformer):
 
 
 def change_towers(change: str) -> nn.Module:
-    """Two towers of open_clip's parts, one of them changed."""
+    """Build two towers from open_clip's parts, and change one of them."""
     sizes = {"width": 32, "heads": 2, "layers": 2, "mlp_ratio": 2.0, "output_dim": 16}
     kind = Prefix if change == "another mask" else TextTransformer
     model = nn.Module()

@@ -103,7 +103,7 @@ def test_forward_of_bytes_equals_floats_in_0_1(tiny: str) -> None:
 
 
 class Passes(TorchDispatchMode):
-    """Names what makes a tensor of an image's size, up to the tower's first layer."""
+    """Records the operations that create a tensor of the size of an image, up to the tower's first layer."""
 
     def __init__(self, numel: int):
         super().__init__()
@@ -240,7 +240,7 @@ def test_activation_checkpointing_changes_no_gradient(tiny: str) -> None:
 
 
 def count_blocks(model: Any) -> list[str]:
-    """Grows by one at each forward of a transformer block."""
+    """Return a list to which every forward pass of a transformer block adds the name of its tower."""
     calls: list[str] = []
     for tower in ("visual.transformer", "transformer"):
         for block in model.get_submodule(tower).resblocks:

@@ -89,7 +89,7 @@ def test_vectors_positions_and_what_a_module_names_have_no_decay(name: str) -> N
 
 
 def table(model: Any, optim: OptimSettings) -> dict[str, tuple[float, float]]:
-    """Parameter -> what its learning rate is multiplied by, and its weight decay."""
+    """Parameter -> (factor of its learning rate, weight decay)."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, optim)
     assert len({group["name"] for group in groups}) == len(groups)
@@ -201,7 +201,7 @@ def small_towers() -> dict[str, Towers]:
     [("mt5", "block", "layer.1.layer_norm.weight"), ("nllb", "layers", "fc1.weight")],
 )
 def test_layers_of_encoder_decoder_towers(name: str, block: str, inner: str) -> None:
-    """The first numbered container is the depth, and embeddings are the stem and never Muon's."""
+    """The first numbered container defines the layers. Embeddings belong to the stem and are never updated by Muon."""
     model = small_towers()[name]
     layers = number_layers(model, "text")
     prefix = "text.transformer"

@@ -1,4 +1,4 @@
-"""Tokenizers from elsewhere: the text tower pools their end token and masks their padding, or the model is refused."""
+"""Custom tokenizers: a text tower that does not pool the end token or mask the padding is refused."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
-from helpers.tool import load_tool
 from helpers.towers import batches, prepare, tiny_config, write_tiny
+from tools.check.memory import measure_towers
 
 CPU = torch.device("cpu")
 AUTOCAST: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
         model__towers="open_clip" if kind == "autocast" else "auto",
         deepspeed=AUTOCAST if kind == "autocast" else {},
     )
-    measured = load_tool("measure_towers").measure_towers(config, 64, CPU)
+    measured = measure_towers(config, 64, CPU)
     traced, found = trace(config, 64, like_gpu=False), measured
     # Where no graph is held the pixels are the most there is; a CPU converts them in fp32 copies, a GPU as it computes.
     names = ("replay", "forward", "held", "backward")
@@ -159,7 +159,7 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
 
 
 def peak_of_backward(config: Config) -> int:
-    """Bytes that the second backward takes beyond what was there, of a model without activations."""
+    """Return the additional bytes that the second backward of a model without activations allocates."""
     engine = build_engine(
         build_model(config.model),
         config.optim,
@@ -471,7 +471,9 @@ def build_with_roberta() -> TwoTowers:
 
 
 def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> None:
-    """In fp32, they are padded. Hugging Face's are cut to the longest one, and one of many is long."""
+    """In fp32, they are padded. Hugging Face towers cut texts to the longest one, and one of many texts is usually
+    long.
+    """
     short = Assumptions(text_tokens=2.0)
     roberta = {
         "model__name": ModelSettings().name,
@@ -516,7 +518,7 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verdicts_and_slope_of_the_papers_table_3() -> None:
-    """64 and 8 A100 of 40 GB. Solving the three DisCo rows for constant + b (slope + k B) gives 5.2 MB a sample."""
+    """Plan for 64 and 8 A100-40G. Solving the three DisCo rows for constant + b (slope + k B) gives 5.2 MB a sample."""
     recipe = load_config("vit_b_32_196k", ["ranks=null"])
 
     def plan(loss: str, ranks: int, batch: int) -> int:

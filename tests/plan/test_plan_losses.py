@@ -15,7 +15,7 @@ from helpers.dist import run_ranks
 
 TILE = {"tile": (256, 256), "impl": "torch"}
 SHAPES = [(512, 32), (256, 256), (64, 512), (1024, 128)]
-"""(b, D): the matrix, both, the features, and a large tile outweigh the rest."""
+"""(b, D) at which most memory is for the matrix, for matrix and features, for the features, and for a large tile."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {}),
     ("disco", {}),

@@ -191,7 +191,7 @@ def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Pat
             lock_folder(tmp_path)
         assert "long ago" not in str(caught.value)
         process.kill()
-    # The kernel lets go of a killed process's lock.
+    # The kernel releases the lock of a killed process.
     lock_folder(tmp_path).close()
 
 
@@ -217,7 +217,7 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
     mark_launch(full_disk, "y" * 100_000, 0)
     assert json.loads((full_disk / FINISHED).read_text()) == old
     assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
-    # Records wait, and then follow in their order.
+    # Records that cannot be written are written later, in order.
     metrics = MetricsLogger(full_disk, {}, plain(4, 10))
     metrics.note(1, {"a": 1.0})
     ballast = full_disk / "ballast"

@@ -1,4 +1,4 @@
-"""log.txt has what the run has said, with the time, and the warnings; a full disk or a closed terminal is no error."""
+"""log.txt contains the run's messages with times, and warnings. A full disk or a closed terminal is not an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_neither_a_full_disk_nor_a_closed_terminal_ends_the_run(
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with write_log(Path("/proc")):  # where no file can be made
+    with write_log(Path("/proc")):  # where no file can be created
         monkeypatch.setattr(sys, "stdout", Gone())
         say("step 1")
 

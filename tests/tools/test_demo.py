@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def clone(tmp_path):
-    """Copy what the demo needs to a path that contains a space."""
+    """Copy the files of the demo to a path that contains a space."""
     folder = tmp_path / "a clone"
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("disco_ds", "ds_configs", "tools"):
@@ -30,7 +30,8 @@ def test_demo_runs_twice_from_a_folder_with_a_space(clone):
     for name in ("quickstart", "quickstart-2"):
         command = [
             sys.executable,
-            "tools/demo.py",
+            "-m",
+            "tools.make.demo",
             "samples=1280",
             "optim.warmup_steps=2",
             "log.every_steps=5",
@@ -52,7 +53,7 @@ def test_demo_runs_twice_from_a_folder_with_a_space(clone):
 @pytest.mark.timeout(300)
 def test_demo_tells_a_failure_and_where_to_read_on(clone):
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tools/demo.py", "data.shards=/nowhere"]
+    command = [sys.executable, "-m", "tools.make.demo", "data.shards=/nowhere"]
     done = subprocess.run(
         command, cwd=clone, env=environment, capture_output=True, text=True, timeout=250
     )

@@ -1,4 +1,4 @@
-"""A person's mistakes: each a clear error on every rank, before any work, within seconds."""
+"""A user's mistakes cause clear errors on every rank, before any work and within seconds."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def changed_on_resume(path: Path) -> None:
         "is damaged: engine/",
         "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written",
     )
-    # What may change does: workers, micro-batch, logging, a longer run.
+    # Settings that may change: workers, micro-batch, logging, and a longer run.
     with ExitStack() as stack:
         overrides = [
             "name=first",
@@ -197,7 +197,7 @@ def shards(tmp_path: Path) -> Path:
     write_shard(tmp_path / "rotten" / "00001.tar", [good[1], *[bad] * 60])
     for name in ("one", "broken", "rotten"):
         write_manifest(index_shards(tmp_path / name))
-    # Cut after it was counted: its lost samples are broken ones.
+    # The shard was cut after it was counted, so the lost samples count as broken.
     cut = tmp_path / "broken" / "00001.tar"
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
     return tmp_path

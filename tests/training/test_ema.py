@@ -89,7 +89,7 @@ def average_and_compare(model_file: str, names: list[str]) -> list[str]:
             same = torch.equal(held[key], last[key]) and key != "logit_scale"
             if error > 1e-6 or same:
                 failures.append(f"{name} {key}: off by {error}")
-        # The model has these weights: a model with them, in one process, has the same features.
+        # A model with these weights, in one process, computes the same features.
         plain: Any = build_model(config.model)
         plain.load_state_dict({key: value.float() for key, value in mean.items()}, strict=False)
         plain.to(torch.bfloat16 if "bf16" in name else torch.float32)

@@ -1,4 +1,4 @@
-"""The engine: the schedule by hand, the optimizers' groups, and the learning rate in the update at every ZeRO stage."""
+"""The engine: schedules, parameter groups, and the learning rate of updates at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -140,11 +140,11 @@ LOOKED_AT = (
     "visual.ln_post.bias",
     "logit_scale",
 )
-"""Parameters whose every entry has a gradient well above its rounding: matrices, vectors and the scale."""
+"""Parameters (matrices, vectors and the scale) whose gradients are far larger than rounding errors."""
 
 
 def surrogate(model: Any, rank: int) -> Tensor:
-    """A loss whose gradient is another on each rank."""
+    """Return a loss whose gradient differs between ranks."""
     batch = batches(2, 4)[rank]
     image, text, scale, _ = model(batch["image"], batch["text"])
     weights = torch.randn(2, *image.shape, generator=torch.Generator().manual_seed(rank))
@@ -168,7 +168,7 @@ def plain_factor(name: str) -> float:
 
 
 def plain_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """As one would write it by hand, by names and shapes."""
+    """Build the expected optimizer, whose groups follow from names and shapes."""
     groups = [
         {"params": [p], "weight_decay": plain_decay(n, p), "factor": plain_factor(n)}
         for n, p in model.named_parameters()
@@ -183,7 +183,7 @@ def plain_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_changes(name: str, start: nn.Module) -> list[dict[str, Tensor]]:
-    """What each step adds to the parameters looked at, in one process on the mean of both ranks' losses."""
+    """Return the change of LOOKED_AT in each step, in one process, for the mean of both ranks' losses."""
     model = copy.deepcopy(start)
     model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
     optimizer = plain_optimizer(name, model)
@@ -238,7 +238,7 @@ def compare_updates(model_file: str) -> list[str]:
                 for key in LOOKED_AT:
                     error = (got[step][key] - true[step][key]).abs().max().item()
                     size = true[step][key].abs().max().item()
-                    # A change is read from weights of about 1: their rounding, and a relative 1e-4 of the change.
+                    # The change is a difference of weights near 1, so allow their rounding, and 1e-4 of the change.
                     if error > 5e-7 + 1e-4 * size or (size == 0) != (lr == 0):
                         failures.append(
                             f"{name} zero{stage} step {step} {key}: off by {error} of {size}"
@@ -253,7 +253,7 @@ def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) 
 
 
 def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
-    """The comparison above can tell decay on vectors, and no decay on matrices, from what it wants."""
+    """The comparison above detects weight decay of vectors, and missing weight decay of matrices."""
     config = tiny_config(
         write_tiny(tmp_path),
         {},
@@ -291,7 +291,9 @@ def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
 def order_of_reductions(
     model: str, stage: int, num_micro_batches: int, **zero: Any
 ) -> tuple[list[int], int]:
-    """Elements of each reduction of a step's gradients, and how many gradients were made after the first."""
+    """Return the number of elements of each reduction, and the number of gradients computed after the first
+    reduction.
+    """
     changes = {"global_batch": 4 * comm.size() * num_micro_batches, "micro_batch": 4}
     config = tiny_config(model, {"zero_optimization": {"stage": stage, **zero}}, **changes)
     engine = build_engine(
@@ -364,7 +366,7 @@ def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path
 
 
 def resumed_in_other_buckets(model: str, folder: Path) -> None:
-    """A checkpoint written by one reduction of everything goes on in buckets beside the backward, to the same bits."""
+    """A checkpoint from a run with a single reduction continues with overlapped buckets, with identical bits."""
     ways: tuple[dict[str, Any], ...] = (
         {"reduce_bucket_size": 500_000, "overlap_comm": False},
         {"reduce_bucket_size": 10_000, "overlap_comm": True},

@@ -1,4 +1,4 @@
-"""FastCLIP through an engine: gradients in micro-batches, batches that are skipped, and runs that go on."""
+"""FastCLIP with an engine: gradients with micro-batches, skipped batches, and resumed runs."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_engine_gets_the_gradient_of_one_process_at_every_stage(size, precision,
 
 
 def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) -> None:
-    """Skipped batches leave no trace, and a run that goes on in mid-epoch is the uninterrupted one, to the bit."""
+    """Skipped batches change nothing, and a run that resumes within an epoch is bit-identical to the uninterrupted
+    one.
+    """
     shared = [
         f"loss.name={name}",
         f"deepspeed={deepspeed}",
@@ -177,7 +179,7 @@ def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) ->
 
 
 def write_recipe(folder: Path) -> Path:
-    """Six steps of sixteen out of forty samples, so that epochs end within."""
+    """Six steps of 16 of 40 samples, so that epochs end within steps."""
     data = {"source": "synthetic", "num_samples": 40, "workers": 0, "slots": 4}
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     log = {"every_steps": 1, "tensorboard": False}
@@ -185,7 +187,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def resumed(path: Path, name: str) -> None:
-    """One rank goes on from step 3 to step 6."""
+    """One rank resumes at step 3 and trains to step 6."""
     with ExitStack() as stack:
         train(
             build(load_config(path, [f"loss.name={name}", "name=cut", "steps=6"]), "latest", stack)

@@ -1,4 +1,4 @@
-"""Faults made for real in runs of two ranks: what stops a run, what does not, and what is said."""
+"""Real faults in runs of two ranks: which of them stop the run, and the messages."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_faults_of_the_data_stop_all_ranks_and_are_named(tmp_path):
     run_ranks(data_faults, 2, recipe(tmp_path), tmp_path)
 
 
-# Going on: records, points, copies
+# Resumed runs: records, points, copies
 
 
 class Crash(Exception):  # noqa: N818
@@ -194,7 +194,7 @@ def full_disk(path: Path, disk: Path) -> None:
             ballast.write_bytes(bytes(free(disk) - 10 * 2**20))
         if number == 3 and comm.rank() == 0:
             assert [p.name for p in (run.folder / CHECKPOINTS).iterdir()] == ["step-00000001"]
-            # Not a byte is left: records wait.
+            # The disk is full, so records wait.
             with suppress(OSError), (disk / "more").open("wb", buffering=0) as more:
                 while more.write(bytes(512)):
                     pass
@@ -217,7 +217,7 @@ def full_disk(path: Path, disk: Path) -> None:
         assert saved(run) == ["step-00000004", "step-00000005"]
         assert run.saver.num_failed == 0
         clear(run)
-    # Filled by others for a while: the run goes on.
+    # If others fill the disk for a while, the run continues.
     run = train_with(config("goes-on", "checkpoint.keep_last=1"), fill)
     assert run.saver.num_failed == 0
     assert saved(run) == ["step-00000005"]

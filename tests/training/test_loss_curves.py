@@ -23,7 +23,7 @@ from helpers.towers import (
 
 
 def curve(model: str, loss: str, count: int) -> list[float]:
-    """Fifty steps of AdamW on the same data, cut into `count` micro-batches per rank."""
+    """Run fifty steps of AdamW on the same data, divided into `count` micro-batches per rank."""
     N = comm.size()
     config = tiny_config(
         model,
@@ -68,7 +68,7 @@ def check_curves(model: str, losses: list[str]) -> None:
 
 @pytest.mark.slow
 def test_loss_curves_are_those_of_one_rank(tmp_path):
-    """DisCo-CLIP's Table 2 (clip and disco learn the same), and the cut of the batch does not matter."""
+    """As in DisCo-CLIP's Table 2, clip and disco learn the same, for any number of micro-batches."""
     check_curves(write_tiny(tmp_path), ["disco_fused"])
 
 

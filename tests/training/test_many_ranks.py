@@ -1,4 +1,4 @@
-"""As many ranks as the machine can hold, forked: they start, save, go on as fewer, and name a lost one.
+"""As many forked ranks as fit in memory: they start, save, resume with fewer ranks, and name a lost one.
 
 DISCO_DS_TEST_RANKS=64 takes 64 ranks, and 48 after the resume; the times are printed (pytest -rP).
 """
@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 def sized(ranks: int) -> list[str]:
-    """Settings that fit this many ranks, and three quarters of them: every slot needs a sample."""
+    """Return settings for this many ranks and for three quarters of them. Every slot needs a sample."""
     return [
         f"global_batch={6 * ranks}",
         f"data.slots={3 * ranks}",
@@ -48,7 +48,9 @@ def sized(ranks: int) -> list[str]:
 
 
 def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, float], set[str]]:
-    """Seconds of building and of training, and the files of checkpoints that this rank has opened while building."""
+    """Return the seconds of building and of training, and the checkpoint files that this rank opened while
+    building.
+    """
     opened: set[str] = set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -99,8 +101,7 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     sizes = sized(RANKS)
     report("start, 5 steps", 4, run_ranks(run, 4, path, None, "steps=5", "name=few", *sized(4)))
     report("start, 5 steps", RANKS, run_ranks(run, RANKS, path, None, "steps=5", *sizes))
-    # At the shape that has written it a rank reads its own files, what it verifies for all, and whether rank 0's loss
-    # had state.
+    # With the same number of ranks, a rank reads its own files, those that it verifies, and rank 0's loss state.
     results = run_ranks(run, RANKS, path, "latest", "steps=6", *sizes)
     report("resume, 1 step", RANKS, results)
     readers = Counter(Path(name).name for _, names in results for name in names)
@@ -109,7 +110,7 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
         "mp_rank_00_model_states.pt",  # by DeepSpeed
         "rank_00000.pt",
     }
-    # At another one rank 0 reads, and what a rank verifies or gathers is its share.
+    # With another number of ranks, each rank verifies and gathers only its share.
     results = run_ranks(run, FEWER, path, "latest", "steps=10", *sizes)
     report("resume, 4 steps", FEWER, results)
     readers = Counter(Path(name).name for _, names in results for name in names)

@@ -1,4 +1,4 @@
-"""Muon: its rule runs at every ZeRO stage, as written down in float64 in one process."""
+"""Muon: at every ZeRO stage, updates equal those of the formula in float64 in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: the batch is skipped on every rank alike, or the run stops."""
+"""Losses and gradients that are not finite: all ranks skip the batch, or the run stops."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def passed_over(
     pixels: str = "device",
     **changes: Any,
 ) -> dict[str, Path]:
-    """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
+    """A run that skips batches is bit-identical to a run that never had them."""
     settings = {
         "deepspeed": deepspeed,
         "checkpoint": {"every_steps": 0},
@@ -198,7 +198,7 @@ def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
 
 
 def overflow_at_the_bottom(path: Path) -> None:
-    """Where a loss scaler cannot go lower, a gradient that is not finite is a fault, and the scaler stays as it was."""
+    """If a loss scale cannot decrease further, a non-finite gradient is an error, and the scale does not change."""
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
     passed_over(
         path,

@@ -1,4 +1,4 @@
-"""Ranks whose accelerator is out of memory, in real runs: what each says, and its exit code."""
+"""Real runs whose accelerator is out of memory: the message and exit code of each rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def running(folder: Path, phase: str, faulty: tuple[int, ...]) -> Iterator[list[
 
 
 def run_out(folder: Path, phase: str, faulty: tuple[int, ...]) -> list[str]:
-    """What every rank of such a run says."""
+    """Return the output of every rank of such a run."""
     with running(folder, phase, faulty) as ranks:
         for process in ranks:
             process.join(120)

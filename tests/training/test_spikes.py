@@ -1,4 +1,6 @@
-"""Runs that go wrong: each sign of trouble is seen, spikes are skipped before the update, healthy runs are silent."""
+"""Unhealthy runs: every anomaly is reported, spikes are skipped before the update, and healthy runs cause no
+warning.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def healthy(run: Run, number: int) -> None:
 def run_once(
     path: Path, name: str, *overrides: str, at: Any = healthy, resume: str | None = None
 ) -> Path:
-    """A run of the tiny model, all of it warm-up unless `overrides` say otherwise. Collective."""
+    """Run the tiny model. By default, the whole run is warmup. Collective."""
     own = [
         f"steps={STEPS}",
         f"checkpoint.every_steps={MIN_HISTORY}",
@@ -74,7 +76,7 @@ def run_once(
 
 
 def skipped(path: Path, case: str, deepspeed: dict[str, Any]) -> None:
-    """The run that skips spikes is, to the bit, the run that never had their batches; also if it is resumed."""
+    """A run that skips spikes is bit-identical to a run without their batches, also if it is resumed."""
     comm.barrier()
     if comm.rank() == 0:
         recipe(path.parent, deepspeed=deepspeed)
@@ -98,7 +100,7 @@ POINT = ("step", "samples")
 
 
 def resumed(path: Path, case: str) -> None:
-    """The checkpoint before the spikes has what they are recognized by."""
+    """The checkpoint before the spikes contains the history with which they are detected."""
     folder = path.parent / "runs" / f"{case}-spoilt"
     last = folder / CHECKPOINTS / f"step-{STEPS:08d}"
     if comm.rank() == 0:
@@ -122,7 +124,7 @@ def resumed(path: Path, case: str) -> None:
 
 
 def warned(path: Path) -> None:
-    """What is only warned of is trained on."""
+    """With on_spike=warn, the batch is trained on."""
     folder = run_once(path, "warned", at=with_spikes)
     if comm.rank() == 0:
         found = {
@@ -137,11 +139,11 @@ def warned(path: Path) -> None:
 
 
 def same_sample() -> None:
-    """The sample of the features is the global batch's first rows, whatever the number of ranks."""
+    """The features that are measured are the first rows of the global batch, for any number of ranks."""
     rows = torch.nn.functional.normalize(
         torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), dim=1
     )
-    own = rows[comm.rank() :: comm.size()]  # as data/order/slots.py deals them out
+    own = rows[comm.rank() :: comm.size()]  # in the order of data/order/slots.py
     cosines = rows[:SAMPLE] @ rows[:SAMPLE].T
     pairs = cosines[~torch.eye(SAMPLE, dtype=torch.bool)]
     found = features_spread(own, own)
@@ -178,11 +180,11 @@ def test_spikes_are_skipped_at_every_stage_and_precision(tmp_path: Path) -> None
     run_ranks(every_stage, 2, recipe(tmp_path))
 
 
-# Runs that go wrong by themselves
+# Runs that become unhealthy without injected faults
 
 
 def signs(folder: Path) -> dict[str, int]:
-    """The first step of each sign of trouble in metrics.jsonl."""
+    """Return the first step of each anomaly in metrics.jsonl."""
     found: dict[str, int] = {}
     for line in records(folder):
         found = {
@@ -212,7 +214,7 @@ def quickstart(folder: Path, seed: int, *overrides: str, at: Any = healthy) -> d
 
 
 def draws_together(module: Any, arguments: tuple[Embeddings], out: LossOutput) -> LossOutput:
-    """In place of a contrastive loss, one without negatives: any image goes with any text."""
+    """A loss without negatives instead of a contrastive loss, so that the features collapse."""
     image, text = arguments[0].image, arguments[0].text
     return LossOutput(-(image.mean(0) * text.mean(0)).sum(), out.metrics)
 

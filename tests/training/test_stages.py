@@ -192,7 +192,7 @@ DROPOUT = [
 def test_run_resumed_near_a_border_is_the_uninterrupted_one(
     steps: tuple[int, ...], stage: int, tmp_path: Path
 ) -> None:
-    """The checkpoints of each step are what a run that was killed later has; dropout draws random numbers."""
+    """Every step's checkpoint is what a killed run would leave. Dropout draws random numbers."""
     deepspeed = {"base": f"zero{stage}", "torch_autocast": {"enabled": False}}
     path = write(tmp_path / "run", DROPOUT, deepspeed=deepspeed)
     run = path.parent / "runs" / "tiny"
@@ -328,7 +328,7 @@ def train_over_a_border(folder: Path) -> None:
     train("make_sgd", **checkpoint)
     with pytest.raises(AskedToStopError, match="after step 3;"):
         train("make_sgd_after_a_signal", **checkpoint)
-    # After the steps of a stage, a fault is no mistake of the user: `disco-ds launch` restarts the run.
+    # An error after a stage's steps is not a user's mistake, so `disco-ds launch` restarts the run.
     with pytest.raises(StopError, match="the disk does not answer") as caught:
         train("make_sgd_once")
     assert exit_code(caught.value) == 1

@@ -1,4 +1,4 @@
-"""The product: a step applies the single-process full-batch gradient, at any ranks, cut, stage and precision."""
+"""A step applies the single-process full-batch gradient at any number of ranks, micro-batches, stage and precision."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ def one_case(
     text_dropout: float = 0.0,
     **changes: Any,
 ) -> dict[str, float]:
-    """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
+    """Compare an SGD step of the engine with a single process. Return the errors of gradient, change, norm and
+    loss.
+    """
     N = comm.size()
-    lr = 1000.0  # the change then dwarfs the rounding of the weights it is read from
+    lr = 1000.0  # so large that the rounding of the weights does not matter
     shape = {
         "global_batch": PER_RANK * N,
         "micro_batch": PER_RANK // count,
@@ -82,7 +84,7 @@ def one_case(
     engine.train()
     set_lr(engine, lr)
     read: list[dict[str, torch.Tensor]] = []
-    if not precision.startswith("fp16"):  # there the gradient read is scaled
+    if not precision.startswith("fp16"):  # at this precision, the gradient is scaled
         on_boundary_backward(engine, read.append)
     before = masters(engine)
     out = train_step(
@@ -123,13 +125,13 @@ Group = tuple[list[tuple[Any, ...]], dict[str, Any]]
 
 
 def run_cases(model: str, groups: list[Group]) -> list[str]:
-    """The cases that fail, in words."""
+    """Return descriptions of the cases that fail."""
     failures = []
     for case, changes in [(case, changes) for cases, changes in groups for case in cases]:
         precision, stage, count, clip, loss = case
         errors = one_case(model, precision, stage, count, clip, loss, **changes)
         limit = allowed(precision, errors["one_process"])
-        # Changes are read from weights: one rounding more. 16-bit norms and losses are as far off as the gradient.
+        # A change is a difference of rounded weights. 16-bit norms and losses have the same error as the gradient.
         limits = {
             "gradient": limit,
             "change": limit + 1e-6,
@@ -264,10 +266,12 @@ def test_step_of_every_loss(loss, tmp_path):
 
 
 def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
-    """Steps of a loss that only wants a larger scale, from just below the bound."""
+    """Take steps that only raise the scale, from just below its bound."""
     failures = []
     for precision, stage in cases:
-        name = ("adamw", "sgd")[(stage + len(precision)) % 2]  # by turns: each stage meets both
+        name = ("adamw", "sgd")[
+            (stage + len(precision)) % 2
+        ]  # alternate, so that each stage has both
         config = tiny_config(
             model,
             ds_config(precision, stage),
@@ -301,7 +305,7 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
 
 
 def upward(embeddings: Embeddings) -> LossOutput:
-    """Rises with a falling scale, and with nothing else."""
+    """A loss that depends only on the scale and falls as it rises."""
     return LossOutput(
         -embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum())
     )
@@ -325,7 +329,9 @@ def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
 
 
 def states_used(model: str) -> list[bytes]:
-    """The generator's, before the first forward of each of three micro-batches, in two steps with dropout."""
+    """Return the generator's states before the first forward of each of three micro-batches, in two steps with
+    dropout.
+    """
     config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
     engine = build(config, text_dropout=0.3)
     engine.train()
@@ -345,13 +351,13 @@ def states_used(model: str) -> list[bytes]:
 
 
 def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
-    """A step leaves the generator where its first forwards did, not where a replay did."""
+    """After a step, the generator is in the state after the first forwards, not after a replay."""
     (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
     assert len(set(used)) == len(used) == 6
 
 
 def poisoned(model: str) -> None:
-    """A NaN in one rank's features must stop every rank with the weights as they were."""
+    """A NaN in one rank's features must stop every rank before its weights change."""
     for stage in range(4):
         config = tiny_config(
             model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4
@@ -376,7 +382,9 @@ def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
 
 
 def overflowing(model: str) -> None:
-    """A loss scale far too large: steps are skipped until it fits, with the weights untouched; then one is right."""
+    """With a far too large loss scale, steps are skipped without changing weights until it fits. Then a step is
+    correct.
+    """
     for stage in (1, 2, 3):
         scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         zero = {"zero_optimization": {"stage": stage}}

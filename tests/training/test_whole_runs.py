@@ -1,4 +1,4 @@
-"""Whole runs through real launchers: stopped and resumed bit for bit, killed without orphans, nothing left behind."""
+"""Whole runs with real launchers: resumed runs are bit-identical, and killed runs leave no processes behind."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from helpers.machine import needs_fp16
 def kill_at_step(
     step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path
 ) -> float:
-    """Start, wait for a step's record, SIGKILL one process; seconds until no process of the run is left."""
+    """Start a run, wait for a step, SIGKILL one process. Return the seconds until no process of the run is left."""
 
     def is_there() -> bool:
-        # A checkpoint is written beside the steps, and may come later than they do.
+        # A checkpoint is written in the background, so it may appear later than the steps.
         saved = "checkpoint.every_steps=0" in arguments or any(run.glob("checkpoints/step-*"))
         return saved and any(record["step"] >= step for record in records(run))
 
@@ -115,9 +115,9 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
         arguments.append("optim.name=muon")
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
-    # The kernel tells the launcher's ranks, a lost rank makes the others fail, and so on: nobody trains on.
+    # Ranks learn of the launcher's or another rank's death, so that no rank continues to train.
     assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
-    # Not at 7: two quick steps later the run has ended, and nothing is left to kill.
+    # Not at step 7, because the run might end before it can be killed.
     assert (
         kill_at_step(
             6, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run
@@ -166,10 +166,10 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeypatch):
-    """It is given to torchrun's restarts, to Kubernetes and to a Slurm job that is requeued."""
+    """torchrun's restarts, Kubernetes and requeued Slurm jobs use it."""
     monkeypatch.setenv(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # else a restart meets the keys of the attempt before
+    )  # otherwise a restart reads the keys of the previous attempt
     folder = tmp_path / "run"
     arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60"]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
@@ -177,7 +177,7 @@ def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeyp
     run = folder / "runs" / "cut"
     with launched("torchrun --standalone --max-restarts 1", 2, arguments, folder) as process:
         wait_for(lambda: any(run.glob("checkpoints/step-*")), "the first checkpoint", folder)
-        # torchrun starts each rank in a session of its own.
+        # torchrun starts each rank in a separate session.
         started = psutil.Process(process.pid).children(recursive=True)
         next(rank for rank in started if rank.environ().get("LOCAL_RANK") == "1").kill()
         assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
@@ -253,7 +253,7 @@ def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
 
 
 def test_sessions_are_found():
-    """The helper that says nothing is left must find what is there."""
+    """The helper that finds remaining processes must find running ones."""
     with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
         assert [member.pid for member in members(process.pid)] == [process.pid]
         os.killpg(process.pid, signal.SIGKILL)

@@ -382,8 +382,7 @@ class Loader:
         """Start copying the micro-batch that will be requested next.
 
         Args:
-            k: Number of a micro-batch of this step to copy a second time. If it is None or the last micro-batch, start
-                copying the next new micro-batch instead.
+            k: Micro-batch of this step to copy again. If it is None or the last one, copy the next new micro-batch.
         """
         # GradAccum keeps the autograd graph of the last micro-batch, so it does not request that micro-batch again.
         if k is not None and k < self._num_parts - 1:

@@ -198,10 +198,10 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """[1, n]: for each row, the largest x among negatives. [2, n]: in addition, rows_max[1] is the largest x among
-    positives outside the diagonal. None if maxima were not computed."""
+    """Largest x of each row: rows_max[0] [n] among negatives and, if pairs have groups, rows_max[1] [n] among positives
+    outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
-    """[1, m] or [2, m], the same for the y of each column."""
+    """The same for the y of each column, [1, m] or [2, m]."""
     positives: Tensor | None = None
     """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 

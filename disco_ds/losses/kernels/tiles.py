@@ -195,10 +195,9 @@ class Tile:
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
     """Return the number of rows and columns of a tile of weights.
 
-    The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows of such a
-    product that all multiprocessors together compute at a time. If the number of rows (or columns) of the tile is a
-    multiple of a wave, no multiprocessor is idle before the product ends. If a block has few rows, its tiles have more
-    columns.
+    The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows that all
+    multiprocessors compute at once. The sides of a tile are multiples of a wave, so that no multiprocessor is idle at
+    the end of the product. If a block has few rows, its tiles have more columns.
 
     Args:
         n: Number of rows of the block.

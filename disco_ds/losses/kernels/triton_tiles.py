@@ -8,7 +8,7 @@ the block sizes are fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
 (tests/losses/kernels/test_tiles.py), and compiled for the A100 and newer GPUs
-(tests/losses/kernels/test_triton_compiled.py). tools/check_kernels.py tests them on a GPU.
+(tests/losses/kernels/test_triton_compiled.py). tools/check/kernels.py tests them on a GPU.
 """
 
 # n rows, m columns, D width of a tile

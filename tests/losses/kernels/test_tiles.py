@@ -29,9 +29,9 @@ from disco_ds.losses.kernels.availability import uses_triton
 from disco_ds.losses.kernels.tiles import PLANNED_MULTIPROCESSORS, TILE_BYTES, Tile, written_shape
 from helpers.dist import run_ranks
 from helpers.oracle import features
-from helpers.tool import load_tool
+from tools.check import kernels
+from tools.check import tiles as tool
 
-tool = load_tool("check_kernels")
 EVERY_OFFSET = [(5, 6, 3, pairs) for pairs in (None, *range(-5, 7))]
 EDGES = [(64, 128, 64, 64), (70, 130, 20, -3), (33, 40, 70, None), (1, 1, 1, 0), (20, 65, 33, 64)]
 WIDTHS = (64, 96, 128, 160, 192)
@@ -47,8 +47,8 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
 
 
 def interpreted() -> list[str]:
-    """Runs on two ranks, which share the tiles out; returns the failures in words."""
-    # Memory that torch.empty gives reads as not a number: what is used before it is written shows.
+    """Check tiles on two ranks, which divide the work. Return descriptions of the failures."""
+    # In deterministic mode, torch.empty fills memory with NaN, which reveals reads of unwritten memory.
     torch.use_deterministic_algorithms(True)
     n, failures = comm.rank(), []
     cases = [(shape, "fp32") for shape in EVERY_OFFSET + EDGES] + [((33, 40, 70, 2), "tf32")]
@@ -284,12 +284,12 @@ def test_sigmoid_of_large_exponents_is_exact():
 
 def test_tool_says_when_there_is_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tool.main() == 1
+    assert kernels.main() == 1
     assert "no GPU here" in capsys.readouterr().err
 
 
 def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplog):
-    """As it does without a C compiler; here it finds no driver."""
+    """Triton fails like this without a C compiler. Here, it finds no driver."""
     find_problem.cache_clear()
     device = torch.device("cpu")
     with caplog.at_level(logging.WARNING):

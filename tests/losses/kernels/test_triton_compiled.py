@@ -1,18 +1,17 @@
-"""The Triton kernels as machine code of GPUs that are not here: they compile, and use the tensor cores.
+"""Compile the Triton kernels for GPUs that this machine does not have, and check that they use the tensor cores.
 
 In 16 bits they spill no register on an A100 or H100, where rows are contiguous, as the losses hold them.
 
-No driver is needed, only Triton's own assembler. What the kernels compute is test_tiles.py's subject.
+This needs no driver, because Triton includes an assembler. test_tiles.py tests their results.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from helpers.tool import load_tool
-
 pytest.importorskip("triton")
-tool = load_tool("compile_kernels")
+from tools.check import compile as tool
+
 MATRIX = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 WIDTHS = (512, 640, 768, 1024, 1152)
 
@@ -20,21 +19,21 @@ WIDTHS = (512, 640, 768, 1024, 1152)
 def problems(
     variant: str, precision: str, D: int, number: int, arch: int, strided: bool = False
 ) -> list[str]:
-    """What is wrong with one of a kernel's configurations, in words."""
+    """Return descriptions of the problems of one configuration of a kernel."""
     config = tool.cases(variant, precision, arch)[number]
     try:
         found = tool.compile_kernel(variant, precision, D, config, arch, strided)
     except Exception as error:
         return [f"{variant} {precision} D {D} sm_{arch} {config}: {type(error).__name__}: {error}"]
     wrong = []
-    # What spills elsewhere is for the autotuner to leave out, as are large blocks of logged steps. On an A100, the sums
+    # The autotuner avoids other configurations that spill, such as large blocks on logged steps. On an A100, the sums
     # with groups spill some registers once per block.
     large = config.kwargs.get("PERSISTENT") and variant == "exp_sums+maxima"
     tolerated = strided or large or (arch, variant) == (80, "exp_sums+groups")
     half = precision in ("fp16", "bf16")
     if found.spilled_bytes and arch in (80, 90) and half and not tolerated:
         wrong.append(f"spills {found.spilled_bytes} bytes")
-    # So is what does not fit, but for the configuration that is taken without timing.
+    # It also avoids configurations that do not fit, but the default one must fit.
     if number == 0 and not found.fits:
         wrong.append(f"needs {found.shared_bytes / 1024:.0f} KB of shared memory")
     if precision != "fp32" and not strided and found.matrix != MATRIX[arch]:
@@ -49,10 +48,9 @@ def test_default_configurations_compile_without_spills_for_the_tensor_cores(arch
 
 
 @pytest.mark.parametrize("variant", ["exp_sums", "exp_sums+maxima", "exp_weights", "log_sums"])
-def test_on_an_h100_an_epilogue_issues_less_than_its_product_takes(variant):
+def test_on_an_h100_two_programs_share_a_multiprocessor(variant):
     found = tool.compile_kernel(variant, "fp16", 512, tool.cases(variant, "fp16", 90)[0], 90)
-    assert found.issue_cycles <= found.product_cycles == 4096
-    assert found.programs == 2  # so that one's epilogue runs beside the other's product
+    assert found.programs == 2  # one multiplies while the other computes exponentials
 
 
 @pytest.mark.parametrize(
@@ -70,8 +68,6 @@ def test_on_an_h100_persistent_programs_neither_spill_nor_wait_for_each_product(
         if config.kwargs.get("PERSISTENT") and config.kwargs["BLOCK_N"] == columns
     }[columns]
     assert (found.matrix, found.spilled_bytes, found.fits) == ("wgmma", 0, True)
-    # The sigmoid's epilogue takes longer than its product at this width.
-    assert found.issue_cycles <= found.product_cycles or variant == "sigmoid-maxima"
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Comparisons with references, and simulated machines."""

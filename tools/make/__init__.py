@@ -1,0 +1,1 @@
+"""What `make` and the maintainers generate or build."""

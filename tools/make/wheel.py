@@ -1,0 +1,127 @@
+"""Build the sdist and the wheel, try the wheel in a temporary environment, and copy both to dist/ (`make wheel`).
+
+In the temporary environment, disco_ds comes from the wheel. All other packages are those of the Python that runs this
+tool, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = (
+    "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
+)
+FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
+"""Folder inside the installed package -> folder in the repository. The wheel must contain all data files of it."""
+SUFFIXES = {".yaml", ".json", ".md", ".tar"}
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        wheel = build(work)
+        missing = [name for name in expected() if name not in zipfile.ZipFile(wheel).namelist()]
+        if missing:
+            print(f"{wheel.name} lacks {', '.join(missing)}", file=sys.stderr)
+            return 1
+        try_out(wheel, work / "env", work)
+        dist = ROOT / "dist"
+        dist.mkdir(exist_ok=True)
+        for path in (work / "dist").iterdir():
+            print(shutil.copy(path, dist / path.name))
+    return 0
+
+
+def build(work: Path) -> Path:
+    """Build the sdist and the wheel, and return the wheel.
+
+    They are built in a copy of the repository, because setuptools leaves files behind that a later build would read.
+    """
+    copy, dist = work / "source", work / "dist"
+    dist.mkdir()
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for name in files.rstrip("\0").split("\0"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(dist)], cwd=copy, check=True, stdout=subprocess.DEVNULL
+    )
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def expected() -> list[str]:
+    """Return the paths of the data files that the wheel must contain."""
+    found = []
+    for inside, folder in FOLDERS.items():
+        files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+        assert files, folder
+        found += [f"disco_ds/{inside}/{path.relative_to(ROOT / folder)}" for path in files]
+    return found
+
+
+def try_out(wheel: Path, env: Path, work: Path) -> None:
+    """Install the wheel in a new environment, and run `disco-ds` from it.
+
+    Raises:
+        subprocess.CalledProcessError: If a command fails.
+        RuntimeError: If disco_ds is not imported from the new environment.
+    """
+    venv.create(env, with_pip=False)
+    python = env / "bin" / "python"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        str(wheel),
+    ]
+    subprocess.run([*command, "--no-index"], check=True)
+    # others.pth makes the packages of this Python importable. It appends them to the end of the path, so that disco_ds
+    # is imported from the wheel even if these packages include a disco_ds that is installed from the repository.
+    (site,) = (env / "lib").glob("python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")] or [
+        sysconfig.get_paths()["purelib"]
+    ]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    where = subprocess.run(
+        [python, "-c", "import disco_ds; print(disco_ds.__file__)"],
+        cwd=work,
+        env=clean,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+    ).stdout.strip()
+    if not Path(where).is_relative_to(env):
+        raise RuntimeError(
+            f"the empty environment imports disco_ds from {where}, not from the wheel"
+        )
+    for arguments in (["--help"], ["train", "--config", "quickstart", "--dry-run"]):
+        subprocess.run(
+            [env / "bin" / "disco-ds", *arguments],
+            cwd=work,
+            env=clean,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    print(f"{wheel.name}: disco-ds runs from {Path(where).parent.relative_to(env)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
