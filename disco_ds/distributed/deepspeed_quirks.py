@@ -120,6 +120,16 @@ def clear_padding(engine: Engine) -> None:
             parameter.ds_tensor.data[used:] = 0
 
 
+def forget_gradients(engine: Engine) -> None:
+    """Set to zero what ZeRO 3 keeps of the previous step's gradient. Call this before the first backward of a step.
+
+    DeepSpeed 0.19 overwrites the part of a parameter only when the first micro-batch of a step uses the parameter.
+    Otherwise it would add the old gradient again, for example for a layer that LayerDrop has skipped.
+    """
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.grad_partitions_flat_buffer.zero_()
+
+
 def refresh_weights(engine: Engine) -> None:
     """Update the model's weights after the optimizer's fp32 copies have been set. Collective.
 

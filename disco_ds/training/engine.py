@@ -179,6 +179,7 @@ def backward_and_step(
         refused = refuses is not None and refuses(engine.global_steps + 1, norm)
         return refused
 
+    deepspeed_quirks.forget_gradients(engine)
     watch = refuses is not None and stage > 0
     with deepspeed_quirks.norm_refused_by(engine, refuse) if watch else nullcontext():
         for surrogate in surrogates:
