@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from disco_ds.distributed.deepspeed_quirks import forget_trace
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import SAMPLE
 from disco_ds.metrics.timers import Timer
@@ -87,6 +88,7 @@ def train_step(
         done = accumulate(towers, loss, micro_batches, update, agree, timer)
     except Exception:
         before.restore()
+        forget_trace(engine)
         raise
     clamp_scale(engine, max_scale, done.embeddings.scale.detach())
     sides = done.embeddings.image, done.embeddings.text

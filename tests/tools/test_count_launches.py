@@ -1,0 +1,28 @@
+"""tools/count_launches.py, and the bound on what follows the last backward pass: no operation per parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.dist import run_ranks
+from helpers.tool import load_tool
+
+NUM_PARAMETERS = 302
+
+
+def count(folder: Path, stage: int) -> dict[str, int]:
+    tool = load_tool("count_launches")
+    config = tool.make_config(folder, width=32, stage=stage, optimizer="adamw", num=1)
+    found, _ = tool.measure(config, repeats=0)
+    return dict(found.counts)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_end_of_a_step_has_few_operations_whatever_the_number_of_parameters(
+    stage: int, tmp_path: Path
+) -> None:
+    (counts,) = run_ranks(count, 1, tmp_path, stage)
+    assert counts["end"] < NUM_PARAMETERS / 2
+    assert counts["backward"] > NUM_PARAMETERS
