@@ -37,7 +37,6 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization": {
         "stage": 0,
         "reduce_scatter": True,
-        "contiguous_gradients": True,
         "round_robin_gradients": False,
     },
     "torch_autocast": {"enabled": False},

@@ -76,6 +76,11 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         # costs little if a step has only one backward pass, because the optimizer update waits for
         # the device anyway. On a single rank, overlap_comm gains nothing.
         zero.setdefault("overlap_comm", level == 3 or (num_micro_batches == 1 and ranks > 1))
+        # Gradients that ZeRO 1 reduces after the backward pass need no permanent buffer: see
+        # fuse_update in distributed/deepspeed_quirks.py. It handles fp32 gradients.
+        is_fp32 = precision(rendered) in ("fp32", "autocast")
+        without_buffer = level == 1 and is_fp32 and not zero["overlap_comm"]
+        zero.setdefault("contiguous_gradients", not without_buffer)
     if run_folder is not None and config.log.tensorboard:
         rendered["tensorboard"] = {
             "enabled": True,

@@ -178,7 +178,14 @@ def _plan_engine(
         backward_buffers = 0
         update_buffers = min(P, ALLREDUCE) * e
     elif level == 1 and not (zero.overlap_comm and K == 1):
-        extra_gradients = P * e - flattened  # all of them, until they are copied into the bucket
+        if zero.contiguous_gradients:
+            extra_gradients = (
+                P * e - flattened
+            )  # all of them, until they are copied into the bucket
+        else:
+            # All of them, until parts of the reduced copies replace them. This rank's part ends inside such a copy.
+            extra_gradients = P * e - gradients
+            update_buffers += min(extra_gradients, flattened)
     elif level < 3:
         extra_gradients = largest  # the one that autograd is computing
         if level == 2 and K > 1:

@@ -139,6 +139,7 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     deepspeed_quirks.widen_bucket(engine)
     deepspeed_quirks.allow_overflow_at_min_scale(engine)
     deepspeed_quirks.clear_padding(engine)
+    deepspeed_quirks.fuse_update(engine, comm.all_reduce_sum)
     if isinstance(optimizer, Muon):
         optimizer.attach(engine, matrices)
     return engine
@@ -286,15 +287,18 @@ def backward_and_step(
             refused = math.isfinite(agreed) and agreed > max_norm
         return refused
 
+    deepspeed_quirks.forget_gradients(engine)
     watch = max_norm is not None and zero_stage > 0
     with deepspeed_quirks.norm_refused_by(engine, refuse) if watch else nullcontext():
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary() and zero_stage == 0:
-                # At ZeRO 0, DeepSpeed neither computes the norm nor checks for NaN, so this code does.
+                # At ZeRO 0, DeepSpeed neither returns the norm nor checks for NaN, so this code does.
                 # At this point, the gradients are already averaged over ranks.
-                gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-                norm = torch.nn.utils.get_total_norm(gradients)
+                trained = [p for p in engine.module.parameters() if p.grad is not None]
+                norms = torch.stack(torch._foreach_norm([p.grad for p in trained]))
+                norm = norms.float().square().sum().sqrt().cpu()  # the only wait for the device
+                deepspeed_quirks.clip_by(engine, trained, norm)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
                     engine.zero_grad()  # sets gradients to None, so no parameter changes

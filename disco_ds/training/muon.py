@@ -1,7 +1,7 @@
 """Muon for the hidden matrices and AdamW for all other parameters, at every ZeRO stage.
 
 The momentum has one number per element, so ZeRO divides it like any other state. Whole matrices are needed only to
-orthogonalize the update: the ranks then join the parts that they hold, one matrix at a time.
+orthogonalize the update: the ranks then join the parts that they hold, of matrices of one shape at a time.
 
 DeepSpeed 0.19 has a Muon too, but it is not used. It orthogonalizes the gradients before their norm is computed, which
 would change the meaning of clipping, grad_norm and on_spike. The momentum that it keeps at ZeRO 1 and 2 cannot be
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine as Engine
@@ -29,6 +30,21 @@ from disco_ds.distributed import comm
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration."""
+MAX_BATCH = 2**25
+"""Largest number of elements of the matrices that are orthogonalized at a time."""
+
+
+class Part(NamedTuple):
+    """The part of a matrix that this rank holds. It has 0 elements if another rank holds the whole matrix."""
+
+    weight: Tensor
+    """[numel], a view of the weight."""
+    update: Tensor
+    """[numel], a view of the update."""
+    start: int
+    """Index, within the matrix, of the first element."""
+    is_shared: bool
+    """Whether other ranks may hold other parts of this matrix. True at ZeRO 1 to 3, where the weight is flat."""
 
 
 class Muon(torch.optim.AdamW):
@@ -71,50 +87,76 @@ class Muon(torch.optim.AdamW):
         super().step()
         self.param_groups = groups
         for group in groups:
-            for weight in group["params"] if group["muon"] else []:
-                if weight.grad is not None:  # the gradients of a skipped step are None
-                    self._update(weight, weight.grad, group["lr"], group["weight_decay"])
+            # The gradients of a skipped step are None.
+            if group["muon"] and any(weight.grad is not None for weight in group["params"]):
+                self._update(group)
 
-    def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            # torch's AdamW expects the entry "step" in every state that it loads.
-            state["step"] = torch.zeros(())
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-        update = gradient.lerp(state["momentum_buffer"], self.momentum).view(-1)
-        weight.mul_(1 - lr * weight_decay)
-        for shape, start, place, numel in self.parts[weight]:
-            whole = update.new_zeros(shape.numel(), device=comm.local_device())
-            whole.narrow(0, start, numel).copy_(update.narrow(0, place, numel))
-            # At ZeRO 1 to 3 the weight is flat. In `whole`, other ranks have zeros where this rank has its part, so
-            # the sum over ranks is the whole update.
-            if weight.dim() == 1:
-                whole = comm.all_reduce_sum(whole)
-            if numel:
-                matrix = whole.view(shape).flatten(1)  # filters of a convolution: [out, in x h x w]
-                direction = orthogonalize(matrix, self.dtype).reshape(-1)
-                mine = direction.narrow(0, start, numel).to(weight)
-                rate = 0.2 * lr * math.sqrt(max(matrix.shape))
-                weight.view(-1).narrow(0, place, numel).sub_(mine, alpha=rate)
+    def _update(self, group: dict[str, Any]) -> None:
+        """Update a group, with one operation for all matrices of the same shape instead of one for each matrix."""
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        gradients = [weight.grad for weight in weights]
+        for weight in weights:
+            state = self.state[weight]
+            if "momentum_buffer" not in state:
+                # torch's AdamW expects the entry "step" in every state that it loads.
+                state["step"] = torch.zeros(())
+                state["momentum_buffer"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        updates = torch._foreach_lerp(gradients, momenta, self.momentum)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        by_shape: dict[torch.Size, list[Part]] = defaultdict(list)
+        for weight, update in zip(weights, updates, strict=True):
+            for shape, start, place, numel in self.parts[weight]:
+                values, change = (x.view(-1).narrow(0, place, numel) for x in (weight, update))
+                by_shape[shape].append(Part(values, change, start, is_shared=weight.dim() == 1))
+        for shape, parts in by_shape.items():
+            most = max(MAX_BATCH // shape.numel(), 1)
+            for first in range(0, len(parts), most):
+                self._apply(shape, parts[first : first + most], group["lr"])
+
+    def _apply(self, shape: torch.Size, parts: list[Part], lr: float) -> None:
+        """Orthogonalize the updates of matrices of one shape, and add them to the weights. Collective if shared."""
+        whole = parts[0].update.new_zeros(len(parts), shape.numel(), device=comm.local_device())
+
+        def narrow(rows: Iterable[Tensor], parts: list[Part]) -> list[Tensor]:
+            return [
+                row.narrow(0, part.start, part.weight.numel())
+                for row, part in zip(rows, parts, strict=True)
+            ]
+
+        torch._foreach_copy_(narrow(whole, parts), [part.update for part in parts])
+        # In `whole`, other ranks have zeros where this rank has its part, so the sum over ranks is the whole update.
+        if parts[0].is_shared:
+            whole = comm.all_reduce_sum(whole)
+        held = [number for number, part in enumerate(parts) if part.weight.numel()]
+        if not held:
+            return
+        # Filters of a convolution are a matrix [out, in x h x w].
+        matrices = whole[held].view(len(held), shape[0], -1)
+        directions = orthogonalize(matrices, self.dtype).flatten(1)
+        mine = [parts[number] for number in held]
+        directions = directions.to(mine[0].weight)
+        rate = 0.2 * lr * math.sqrt(max(matrices.shape[1:]))
+        torch._foreach_sub_([part.weight for part in mine], narrow(directions, mine), alpha=rate)
 
 
 def orthogonalize(U: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix with the singular vectors of U and singular values between about 0.7 and 1.2.
+    """Return matrices with the singular vectors of U and singular values between about 0.7 and 1.2.
 
     This runs five Newton-Schulz iterations.
 
     Args:
-        U: [m, n].
+        U: [k, m, n], k matrices.
         dtype: Precision of the iterations.
     """
     a, b, c = COEFFICIENTS
-    X = (U / U.norm().clamp(min=1e-7)).to(dtype)
-    is_tall = len(X) > X.shape[1]
+    X = (U / torch.linalg.matrix_norm(U, keepdim=True).clamp(min=1e-7)).to(dtype)
+    is_tall = X.shape[1] > X.shape[2]
     if is_tall:
-        X = X.T
+        X = X.mT
     for _ in range(5):
-        A = X @ X.T
-        # Each addmm rounds once, as in torch.optim.Muon.
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.T if is_tall else X
+        A = X @ X.mT
+        # Each baddbmm rounds once, like addmm in torch.optim.Muon.
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if is_tall else X

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
+from disco_ds.distributed.deepspeed_quirks import forget_trace
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import (
     EQUAL_TEXTS,
@@ -99,6 +100,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> St
             norm = backward_and_step(engine, again, run.anomalies.max_norm)
     except Exception:
         before.restore()
+        forget_trace(engine)
         raise
     # If fp16's loss scaler has skipped the update, nothing else may change either.
     (before if norm is None else after).restore()
@@ -139,6 +141,7 @@ def train_step(
         norm = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
     except Exception:
         before.restore()
+        forget_trace(engine)
         raise
     (before if norm is None else after).restore()
     clamp_scale(engine, max_scale, leaves.scale.detach())

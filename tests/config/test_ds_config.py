@@ -83,7 +83,11 @@ def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() 
     }
     config = settings(deepspeed=copy.deepcopy(given))
     rendered = render_ds_config(config, 1)
-    buckets = {"reduce_bucket_size": GRADIENT_BUCKET, "overlap_comm": False}
+    buckets = {
+        "reduce_bucket_size": GRADIENT_BUCKET,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+    }
     assert (
         rendered["zero_optimization"]
         == DEFAULTS["zero_optimization"] | buckets | given["zero_optimization"]
@@ -107,6 +111,8 @@ def test_buckets_and_overlap_depend_on_stage_and_micro_batches(
         else:
             assert 25e6 <= zero["reduce_bucket_size"] <= 50e6
             assert zero["overlap_comm"] is (zero["stage"] == 3 or (ranks, micro_batch) == (2, 32))
+            # Without overlap, ZeRO 1 needs no buffer for the gradients.
+            assert zero["contiguous_gradients"] is (zero["stage"] > 1 or zero["overlap_comm"])
 
 
 def test_bucket_and_overlap_of_the_ds_config_are_kept() -> None:

@@ -58,6 +58,19 @@ def test_evaluation_resize_equals_open_clip(
         assert (ours - 255 * transform(image)).abs().max() < 0.01, size
 
 
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_longest_side_keeps_a_row_of_an_image_at_the_highest_aspect_ratio(
+    interpolation: str,
+) -> None:
+    spec = ImageSpec((32, 32), interpolation, "longest")  # type: ignore[arg-type]
+    for size in [(640, 10), (10, 640), (64, 1)]:
+        ours = resize_for_evaluation(Image.new("RGB", size, (9, 80, 200)), spec)
+        line = ours[:, 15] if size[0] > size[1] else ours[:, :, 15]
+        # One line of 32 pixels in the image's color, and black around it.
+        assert line.T.tolist() == [[9, 80, 200]] * 32, size
+        assert ours.sum() == 32 * (9 + 80 + 200), size
+
+
 @pytest.mark.parametrize("name", ["ViT-B-32", "quickstart"])
 def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str) -> None:
     side = open_clip.get_model_config(register_config(name))["vision_cfg"]["image_size"]

@@ -279,25 +279,19 @@ def batch_norm(path: Path, levels: tuple[int, ...]) -> None:
         "model": {"name": str(resnet), "activation_checkpointing": True},
         "checkpoint": {"every_steps": 2},
     }
+    tower = {"layers": [1, 1, 1, 1], "width": 8}
+    resnet.write_text(json.dumps(tiny | {"vision_cfg": tiny["vision_cfg"] | tower}))
     for level in levels:
-        tower = {"layers": [1, 1, 1, 1], "width": 8}
-        norm = "visual.bn1"
-        if level == 3:
-            tower = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear"}
-            norm = "visual.trunk.bn1"
-        resnet.write_text(json.dumps(tiny | {"vision_cfg": tiny["vision_cfg"] | tower}))
         zero = {"base": f"zero{level}", **NO_AUTOCAST}
         folder = passed_over(path, f"norm-{level}", zero, BOTH, **changes)["spoilt"]
         last = folder / CHECKPOINTS / "step-00000004"
         if comm.rank() == 0:
             file = next(path for path in last.rglob("*model_states.pt"))
             weights = torch.load(file, weights_only=False)["module"]
-            assert weights[f"{norm}.num_batches_tracked"] == 4 * 2  # steps x micro-batches
-            assert weights[f"{norm}.running_mean"].isfinite().all()
+            assert weights["visual.bn1.num_batches_tracked"] == 4 * 2  # steps x micro-batches
+            assert weights["visual.bn1.running_mean"].isfinite().all()
             last.rename(folder / "whole")
         comm.barrier()
-        if level == 3:  # DeepSpeed fails if the first batches of a resumed run are skipped
-            continue
         config = load_config(path, [f"name=norm-{level}-spoilt", "skip_nonfinite=2"])
         with ExitStack() as stack:
             train(start(config, poisoned({1: "loss", 2: "gradient"}), stack, str(folder)))

@@ -180,6 +180,11 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
         raise BrokenSample(
             f"an image of {image.width} x {image.height} pixels: one side is over {_MAX_ASPECT} times the other"
         )
+    shrink = max(image.height / spec.size[0], image.width / spec.size[1])
+    if spec.resize_mode == "longest" and round(min(image.size) / shrink) == 0:
+        # open_clip would round the short side to 0 pixels and fail.
+        width, height = (max(1, round(side / shrink)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling[spec.interpolation.upper()])
     pixels: Tensor = _evaluation_transform(spec)(image)
     return (255 * pixels).round().to(torch.uint8)
 
