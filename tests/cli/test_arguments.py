@@ -136,7 +136,7 @@ for argv in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
     assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == [
         "seen 0 set()"
     ] * 12
-    assert done.stdout.count("usage: disco-ds ") == 11
+    assert done.stdout.count("usage: disco-ds ") == 12
 
 
 @pytest.mark.parametrize(
