@@ -56,8 +56,8 @@ def translate(line: str, ranks: int | None = None) -> str:
     flags = {name: row["default"] for name, row in table.items() if "default" in row} | given
     if "train-data" not in flags and flags.get("dataset-type") != "synthetic":
         raise ValueError(
-            "the line has no --train-data. If it evaluates a model: disco-ds eval MODEL --weights FILE "
-            "eval.labeled.imagenet=FOLDER"
+            f"the line has no --train-data. To evaluate a model: disco-ds eval {flags['model']} --weights "
+            f"{flags.get('pretrained', 'FILE')} eval.labeled.imagenet={flags.get('imagenet-val', 'FOLDER')}"
         )
     comments = []
     ranks = ranks or count_ranks(line[: found.start()] if found else "")

@@ -78,7 +78,7 @@ def breaks_sample(*others: type[Exception]) -> Iterator[None]:
 def name_broken(
     name: Callable[[int, int], str], shard: int, entry: int, error: BrokenSample
 ) -> str:
-    """Return `shard/key: reason`, on one line.
+    """Return `shard/key: reason`, on one line. For all lost samples of a damaged shard, the line is the same.
 
     Args:
         name: Function that returns the sample's name, given shard and entry. It may fail, because it reads the shard.
@@ -89,6 +89,7 @@ def name_broken(
     Raises:
         OSError: If the shard itself cannot be read.
     """
+    entry = 0 if isinstance(error, LostSample) else entry
     try:
         with breaks_sample(OSError):
             known = name(shard, entry)

@@ -174,7 +174,10 @@ def test_number_of_gpus_is_that_of_the_launcher(launcher: str, ranks: int | None
     ("line", "words"),
     [
         ("--train-data x --batch-size $BATCH", r"\$BATCH"),
-        ("python -m training.main --imagenet-val x --model RN50", "disco-ds eval"),
+        (
+            "python -m training.main --imagenet-val val --model RN50 --pretrained a.pt",
+            "disco-ds eval RN50 --weights a.pt eval.labeled.imagenet=val",
+        ),
         ("--train-data x --batch-size many", "many"),
         ("--train-data 'x", "quotation"),
     ],

@@ -385,4 +385,4 @@ def test_read_all_of_a_truncated_shard_goes_on(
     read = [index for _, _, index in read_all(manifest, settings(), SPEC, 0, 1, "{txt}")]
     assert read[-10:] == list(range(10, 20))
     assert len(read) < 20
-    assert "00000.tar/entry 9: the tar has" in caplog.text
+    assert caplog.text.count("00000.tar/0000: the shard is damaged") == 1

@@ -53,6 +53,7 @@ def read_all(
     """
     # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
     lock = threading.Lock()
+    told = set[str]()
 
     def load(shard: int, entry: int, index: int) -> tuple[Tensor, str, int] | None:
         try:
@@ -64,7 +65,11 @@ def read_all(
                 return resize_for_evaluation(picture, image), label, index
         except BrokenSample as error:
             with lock:
-                logger.warning(name_broken(reader.name, shard, entry, error))
+                text = name_broken(reader.name, shard, entry, error)
+                # All lost samples of a damaged shard have the same text.
+                if text not in told:
+                    logger.warning("%s", text)
+                told.add(text)
             return None
 
     with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:

@@ -184,8 +184,7 @@ class _Reader:
                 part.dropped += 1
                 self._num_read -= 1
                 if (source, shard) not in self._damaged:
-                    # Entry 0 makes the text the same in all workers.
-                    part.damaged.append(name_broken(samples.name, shard, 0, error))
+                    part.damaged.append(name_broken(samples.name, shard, entry, error))
                     self._damaged[source, shard] = part.damaged[-1]
                     self._check_damaged()
             except BrokenSample as error:
