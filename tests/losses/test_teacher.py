@@ -221,6 +221,38 @@ def test_sum_of_open_clips_two_terms_is_twice_the_loss_at_one_half() -> None:
     )
 
 
+@pytest.mark.parametrize("num", [1, 3])
+def test_custom_loop_and_drop_in_learn_from_the_same_teacher(num: int) -> None:
+    from disco_ds import ClipLoss, contrastive_step
+
+    image, text = (unit_rows(48, 32, seed, torch.float64) for seed in (1, 2))
+    teachers = make_teachers(48, (16,), torch.float64)
+    model = torch.nn.Linear(32, 24, bias=False).double()
+
+    def encode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        features = (F.normalize(model(side), dim=1) for side in batch)
+        return (*features, torch.full((1,), 14.3, dtype=torch.float64))
+
+    gradients = []
+    for step in ("custom loop", "drop-in"):
+        model.zero_grad()
+        if step == "custom loop":
+            loss = build_loss("inf_cl", teacher_weight=0.7)
+            contrastive_step(
+                model, loss, (image, text), encode, micro_batches=num, teacher=teachers
+            )
+        else:
+            I, T, scale = encode((image, text))  # noqa: E741
+            ClipLoss(teacher_weight=0.7)(I, T, scale, teacher=teachers).backward()
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.clone())
+    I, T, scale = encode((image, text))  # noqa: E741
+    true = oracle("inf_cl", I.detach(), T.detach(), 14.3, teachers, 0.7)
+    expected = torch.autograd.grad([I, T], model.weight, [true["dI"], true["dT"]])[0]
+    for gradient in gradients:
+        assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "has_teacher", "words"),
     [
