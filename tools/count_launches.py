@@ -7,8 +7,8 @@ The model has the layers and parameters of ViT-B/32 (302 tensors), but is narrow
 it logs: forward, loss, backward, update, metrics and EMA.
 
 An operation is a call that reaches torch's kernels for a device, after autograd. Views, allocations and values that the
-host reads do not count. On a GPU, an operation is at least one kernel launch. One torch._foreach operation counts once: on a GPU, it is a few
-launches for all its tensors, on a CPU one call per tensor. Phases:
+host reads do not count. On a GPU, an operation is at least one kernel launch. One torch._foreach operation counts once:
+on a GPU, it is a few launches for all its tensors, on a CPU one call per tensor. Phases:
   forward    the towers; with several micro-batches, without a graph except for the last one
   loss       forward and backward of the loss
   backward   the backward passes, the forwards that GradAccum repeats, and at ZeRO 2 the reduction
