@@ -299,7 +299,6 @@ def backward_and_step(
                 norms = torch.stack(torch._foreach_norm([p.grad for p in trained]))
                 norm = norms.float().square().sum().sqrt().cpu()  # the only wait for the device
                 deepspeed_quirks.clip_by(engine, trained, norm)
-                norm = norm.cpu()  # the only wait for the norm, before the update is issued
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
                     engine.zero_grad()  # sets gradients to None, so no parameter changes
