@@ -27,8 +27,8 @@ OURS = {
     ("cudaEventSynchronize", "losses/blocks.py read_fits"): 1,
     ("copies to host", "training/loop.py agree"): 1,
 }
-"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what all
-ranks have agreed on. It also waits for the gradient norm, once."""
+"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what
+all ranks have agreed on. It also waits for the gradient norm, once."""
 IN_PATCH = {("copies to host", "distributed/deepspeed_quirks.py compute_norm"): 1}
 NORM = {
     0: {("copies to host", "training/engine.py backward_and_step"): 1},

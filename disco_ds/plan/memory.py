@@ -165,13 +165,10 @@ def _plan_engine(
         backward_buffers = 0
         update_buffers = min(P, ALLREDUCE) * e
     elif level == 1 and not (zero.overlap_comm and K == 1):
-        if zero.contiguous_gradients:
-            extra_gradients = (
-                P * e - flattened
-            )  # all of them, until they are copied into the bucket
-        else:
-            # All of them, until parts of the reduced copies replace them. This rank's part ends inside such a copy.
-            extra_gradients = P * e - gradients
+        # All gradients are held until they are copied into the bucket. Without a bucket, parts of their reduced copies
+        # replace them, and this rank's share ends inside such a copy.
+        extra_gradients = P * e - (flattened if zero.contiguous_gradients else gradients)
+        if not zero.contiguous_gradients:
             update_buffers += min(extra_gradients, flattened)
     elif level < 3:
         extra_gradients = largest  # the one that autograd is computing
