@@ -27,7 +27,7 @@ from disco_ds.losses.teacher import teach
 
 
 @register_loss("clip")
-class ClipLoss(Loss):
+class FullMatrixLoss(Loss):
     """InfoNCE over the global batch, with O(B^2 D) work and O(B^2) memory on each rank.
 
     Every rank computes the whole matrix, which gives it the whole gradient of its own rows, so only forward

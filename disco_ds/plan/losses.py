@@ -15,7 +15,7 @@ import torch
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
 from disco_ds.losses.blocks import TiledLoss, chunk_rows
-from disco_ds.losses.clip import ClipLoss
+from disco_ds.losses.clip import FullMatrixLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
 from disco_ds.losses.fastclip import FastCLIPLoss
@@ -93,7 +93,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         a rank receives; None if the loss is unknown.
     """
     match loss:
-        case ClipLoss():
+        case FullMatrixLoss():
             return 3 * N, 2, 0
         case DisCoLoss():
             return 6, 2, 2
@@ -124,7 +124,7 @@ def loss_peak(
         teacher_width: Width of the teacher's features; 0 if there is no teacher.
     """
     B, T = N * b, teacher_width
-    if isinstance(loss, ClipLoss):
+    if isinstance(loss, FullMatrixLoss):
         # First the product, two softmaxes and two gradients, all B x B. Later one B x B gradient, the
         # gathered features of both sides, and their gradients.
         taught = 5 * B * B + 2 * B * T if T else 0
