@@ -34,7 +34,7 @@ from disco_ds.training.grad_accum import (
 )
 from disco_ds.training.micro_batches import DIVIDES, split
 
-Forward = Callable[[Any], tuple[Tensor, ...]]
+ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
 """Maximum distance between a feature row of the first forward and the same row of the repeated forward.
 
@@ -49,7 +49,7 @@ def contrastive_step(
     model: Any,
     loss: Loss,
     batch: Any,
-    forward: Forward,
+    forward: ForwardFunction,
     *,
     micro_batches: int = 1,
     scale: float | None = None,
@@ -208,7 +208,7 @@ def _split_on_all_ranks(
 class _Towers:
     """Runs the user's forward on a micro-batch, and runs it again to backpropagate. See grad_accum.Towers."""
 
-    forward: Forward
+    forward: ForwardFunction
     backend: _Engine | _Plain
     num_micro_batches: int
     scale: float | None

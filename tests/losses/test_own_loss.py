@@ -27,10 +27,10 @@ NAME = "our_package.my_losses:SmoothedLoss"
 OTHERS = """
 import torch
 from disco_ds.losses import Loss
-from disco_ds.losses.clip import ClipLoss
+from disco_ds.losses.clip import FullMatrixLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
 
-class Unplanned(ClipLoss):
+class Unplanned(FullMatrixLoss):
     pass
 
 class Plain(torch.nn.Module):
@@ -39,7 +39,7 @@ class Plain(torch.nn.Module):
 class NoForward(Loss):
     pass
 
-class Needy(ClipLoss):
+class Needy(FullMatrixLoss):
     def __init__(self, weight):
         super().__init__()
 
@@ -51,12 +51,12 @@ class Wider(DisCoFusedLoss):
     def __init__(self, margin=0.0, **options):
         super().__init__(**options)
 
-class Fails(ClipLoss):
+class Fails(FullMatrixLoss):
     def __init__(self):
         super().__init__()
         {}["key"]
 
-class Returns(ClipLoss):
+class Returns(FullMatrixLoss):
     def __init__(self, what):
         super().__init__()
         self.what = what

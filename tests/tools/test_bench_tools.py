@@ -263,12 +263,12 @@ def interpreted() -> dict[str, list[dict[str, Any]]]:
     ):
         run(name)
 
-    def wrong(e: Tensor, a: Tensor, beta: Tensor, tiling: Any, out: Tensor) -> Tensor:
-        return out.fill_(1.0)
+    def wrong(tile: Any, *given: Any) -> Tensor:
+        return tile.out.fill_(1.0)
 
     with mock.patch.object(triton_tiles, "log_sums", fail):
         run("forced fp16 64x128 w4 s4", "raises")
-    with mock.patch.object(triton_tiles, "kept_weights", wrong):
+    with mock.patch.object(triton_tiles, "exp_weights", wrong):
         run("forced fp16 64x128 w4 s4", "wrong")
     return found
 
@@ -285,8 +285,8 @@ def test_check_kernels_runs_every_kind_of_slice_and_finds_what_is_wrong(monkeypa
             assert {x["problem"] for x in failures} == {"RuntimeError: no such kernel"}
             assert len(failures) == 3, "one for each tile"
         elif name == "wrong":
-            assert {x["what"] for x in failures} == {"kept weights"}
-            assert f"FAILED {failures[0]['case']}: kept weights: Triton" in check_kernels.show(
+            assert {x["what"] for x in failures} == {"weights"}
+            assert f"FAILED {failures[0]['case']}: weights: Triton" in check_kernels.show(
                 name, outcome
             )
         else:
