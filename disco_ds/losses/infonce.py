@@ -86,7 +86,7 @@ class _InfoNCE(torch.autograd.Function):
         shared: bool,
         teachers: Sequence[tuple[Tensor, Tensor, Tensor]],
         trains: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         group = loss.group
         tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
@@ -128,12 +128,12 @@ class _InfoNCE(torch.autograd.Function):
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
-        parts = x.new_empty(0)
+        parts: Tensor | None = None
         if taught is not None:
             per_pair, parts = _teach(per_pair, x, rows, scale, taught, lessons, tiling)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
-        ctx.mark_non_differentiable(parts, *hits)
-        return (per_pair.mean() / 2).to(full_dtype(rows)), parts / 2, *hits
+        ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
+        return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -175,7 +175,7 @@ def _teach(
     lessons: Sequence[Lesson],
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of the loss with teachers, and its parts. All are sums of both directions.
+    """Return this rank's share of the loss with teachers, as a sum of both directions, and the parts of the loss.
 
     Args:
         per_pair: [b], the loss of the pairs.
@@ -207,7 +207,7 @@ def _teach(
             assert lesson.own is not None
             entropy -= lesson.scale[0] * inner_product(lesson.rows, lesson.own) / (b * gain)
         parts.append(parts[1] - entropy / weight)
-    return of_pairs + moved, torch.stack(parts)
+    return of_pairs + moved, torch.stack(parts) / 2
 
 
 def _gradients(

@@ -99,7 +99,7 @@ class _SigLIP(torch.autograd.Function):
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         b = len(rows)
         group = loss.group
         tiling = loss.tiling.on(rows.device)
@@ -152,7 +152,7 @@ class _SigLIP(torch.autograd.Function):
 
         home = ring.circulate([sent, *(lesson.sent for lesson in lessons)], visit, join, group)
         d_columns = home[-1] if needs_columns else None
-        parts = z.new_empty(0)
+        parts: Tensor | None = None
         if taught is not None:
             if d_rows is not None:
                 d_rows -= taught
@@ -183,7 +183,7 @@ class _SigLIP(torch.autograd.Function):
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = largest, home[0] if loss.accuracy else None
         hits = [count_hits(x, z) for x in maxima]
-        ctx.mark_non_differentiable(parts, *hits)
+        ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (total / b).to(full_dtype(rows)), parts, *hits
 
     @staticmethod

@@ -92,9 +92,9 @@ def test_recipe_that_is_not_text_is_refused_naming_the_file(tmp_path: Path) -> N
         load_config(path)
 
 
-def test_recipe_without_a_loss_has_the_one_that_the_readme_recommends(recipe: Path) -> None:
-    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
-    (by_default,) = (line for line in readme.splitlines() if line.endswith("| by default |"))
+def test_recipe_without_a_loss_has_the_one_that_the_manual_recommends(recipe: Path) -> None:
+    manual = (PACKAGE.parent / "docs" / "losses.md").read_text(encoding="utf-8")
+    (by_default,) = (line for line in manual.splitlines() if line.endswith("| by default |"))
     assert by_default.startswith(f"| `{load_config(recipe).loss.name}` |")
     assert load_config(recipe, ["loss.options={tile: 4}"]).loss.name == "disco_fused"
 
