@@ -171,6 +171,8 @@ def _translate_run(
     yield "optim.eps", flags.get("eps", 1e-6 if is_vit else 1e-8)
     if re.search("wandb|all", str(flags.get("report-to"))):
         yield "log.wandb.project", flags["wandb-project-name"]
+    if "distill-model" in flags:
+        yield "teacher.weight", 0.5  # half of open_clip's sum of both losses
     # open_clip ignores --train-num-samples if it reads a csv.
     num_samples = 0 if _is_csv(flags) else int(flags.get("train-num-samples", 0))
     epochs, warmup_steps = int(flags["epochs"]), int(flags["warmup"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from open_clip_train.params import get_default_params, parse_args
 
 from disco_ds.cli.from_open_clip import count_ranks, translate
@@ -69,6 +70,15 @@ TORCH_CUDNN_V8_API_ENABLED=1 torchrun --nproc_per_node 8 -m open_clip_train.main
     --force-image-size 224 --grad-checkpointing --log-every-n-steps 32 --seed 0 --logs ./logs/ \\
     --imagenet-val '/path/to/ImageNet/val' --name 'name' --report-to "wandb" --wandb-project-name "project_name"
 """
+
+
+def test_distillation_becomes_a_teacher() -> None:
+    line = "--train-data a.tar --distill-model ViT-L-14 --distill-pretrained openai"
+    assert yaml.safe_load(translate(line, 1))["teacher"] == {
+        "model": "ViT-L-14",
+        "pretrained": "openai",
+        "weight": 0.5,
+    }
 
 
 @pytest.mark.parametrize(
