@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 
 from disco_ds.config import load_config
+from disco_ds.config.ds_config import zero_stage
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import list_changes, write_recipe
 from disco_ds.plan.memory import GIB, PARTS, Memory
-from disco_ds.plan.overview import Plan, plan_run
+from disco_ds.plan.overview import Plan, lowest_stage, plan_run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             title = f"until {planned.samples:,} samples:"
         summary = "\n".join([title, "", table(made.memory), verdict(made)])
         if not args.fit:
-            summary += f"\n{describe_fastest(made, args.host_memory)}"
+            summary += f"\n{describe_stage(made)}\n{describe_fastest(made, args.host_memory)}"
         print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}\n")
         if args.fit:
             print(write_recipe(planned, args.fit, summary))
@@ -65,7 +66,8 @@ def table(memory: Memory) -> str:
     rows = [(part, [moment[part] for moment in memory.moments.values()]) for part in PARTS]
     rows.append(("all", [sum(moment.values()) for moment in memory.moments.values()]))
     for part, sizes in rows:
-        lines.append(f"{part:16}" + "".join(f"{size / GIB:10.2f}" for size in sizes))
+        if part != "teacher" or any(sizes):
+            lines.append(f"{part:16}" + "".join(f"{size / GIB:10.2f}" for size in sizes))
     return "\n".join(lines)
 
 
@@ -91,6 +93,19 @@ def describe_fastest(made: Plan, host_gib: float | None) -> str:
     seconds = f"{best.speed.step_s:,.2f} s a step, " if best.speed else ""
     label = "faster:" if made.fits else "fits with"
     return f"{label} {changes}: {seconds}{best.memory.total / GIB:.2f} of {made.gpu.gib:g} GiB"
+
+
+def describe_stage(made: Plan) -> str:
+    """Describe the lowest ZeRO stage at which the recipe fits."""
+    found = lowest_stage(made)
+    if found is None:
+        return "ZeRO: the recipe fits at no stage"
+    level, factor = found
+    text = f"ZeRO: stage {level} is the lowest that fits"
+    given = zero_stage(made.config.deepspeed)
+    if given > level and factor:
+        text += f"; a step at stage {given} takes {factor:.2f} times as long"
+    return text
 
 
 def describe_length(plans: list[Plan]) -> str | None:

@@ -85,10 +85,7 @@ def fit(
             "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
         }
-        if level != given:
-            changes = {"zero_optimization": {"stage": level}}
-            update["deepspeed"] = merge(deepcopy(config.deepspeed), changes)
-        return config.model_copy(update=update)
+        return with_stage(config.model_copy(update=update), level)
 
     def fits(tried: Config, towers: Towers) -> bool:
         memory = plan_memory(tried, ranks, towers, assumed)
@@ -132,6 +129,14 @@ def fit(
     fast = [entry for entry in large if entry[0] <= limit]
     _, best, towers = min(fast, key=lambda entry: (len(list_changes(config, entry[1])), entry[0]))
     return _shorten_warmup(best), towers
+
+
+def with_stage(config: Config, level: int) -> Config:
+    """Return the recipe at a ZeRO stage."""
+    if level == zero_stage(config.deepspeed):
+        return config
+    changes = {"zero_optimization": {"stage": level}}
+    return config.model_copy(update={"deepspeed": merge(deepcopy(config.deepspeed), changes)})
 
 
 def list_changes(before: Config, after: Config) -> list[str]:

@@ -9,11 +9,11 @@ from disco_ds.config import Config
 from disco_ds.data import count_epoch, load_sources
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import Batch, fit
+from disco_ds.plan.fit import Batch, fit, with_stage
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.text_tokens import read_text_tokens
-from disco_ds.plan.towers import build_fake_model, trace
+from disco_ds.plan.towers import Towers, build_fake_model, trace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Plan:
     memory: Memory
     speed: Speed | None
     """None if the GPU's rates are unknown."""
+    towers: Towers
+    """What the towers need for a micro-batch."""
 
     @property
     def fits(self) -> bool:
@@ -91,7 +93,25 @@ def plan_run(
         config = config.with_samples(epoch_samples)
     memory = plan_memory(config, ranks, towers, assumed)
     speed = plan_speed(config, ranks, towers, chosen, assumed)
-    return Plan(config, ranks, chosen, assumed, memory, speed)
+    return Plan(config, ranks, chosen, assumed, memory, speed, towers)
+
+
+def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
+    """Find the lowest ZeRO stage at which the recipe fits. Lower stages have fewer collectives and fewer kernels.
+
+    Returns:
+        The stage, and how many times as long a step of the recipe takes (None if the speed is unknown). None: the
+        recipe fits at no stage.
+    """
+    for level in range(4):
+        config = with_stage(made.config, level)
+        with suppress(ValueError):  # the recipe has settings that this stage does not support
+            memory = plan_memory(config, made.ranks, made.towers, made.assumed)
+            if memory.total <= made.gpu.gib * GIB:
+                speed = plan_speed(config, made.ranks, made.towers, made.gpu, made.assumed)
+                factor = made.speed.step_s / speed.step_s if made.speed and speed else None
+                return level, factor
+    return None
 
 
 def count_samples(config: Config) -> tuple[int | None, int]:

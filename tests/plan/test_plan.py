@@ -346,6 +346,7 @@ def test_faster_settings_for_the_batch_are_printed_and_written(
     out = capsys.readouterr().out
     # 2,048 samples per rank fit into one micro-batch, which needs no second forward pass.
     assert "\nfaster: micro_batch=2048 model.activation_checkpointing=false: 0." in out
+    assert "\nZeRO: stage 0 is the lowest that fits; a step at stage 1 takes 1." in out
     assert "\n122,070 steps, " in out
     assert " minutes on 4 GPUs" in out
     folder = tmp_path / "fitted"
