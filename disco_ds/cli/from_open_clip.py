@@ -101,6 +101,9 @@ def parse_flags(text: str) -> dict[str, Any]:
     flags: dict[str, list[Any]] = {}
     values: list[Any] = []
     for word in shlex.split(text, comments=True):
+        if re.match(r"\d*>|[|&;<]", word):
+            break  # the rest belongs to the shell
+        word = word.rstrip(";")
         if "$" in word:
             raise ValueError(f"replace the shell variable in {word!r} by its value")
         if word.startswith("--"):
@@ -156,7 +159,12 @@ def _translate_data(
     for item in flags.get("aug-cfg", ()):
         name, _, text = item.partition("=")
         if name in keys:
-            value = ast.literal_eval(text)
+            try:
+                value = ast.literal_eval(text)
+            except (SyntaxError, ValueError):
+                raise ValueError(
+                    f"--aug-cfg {item}: {text!r} is not a value in Python's syntax"
+                ) from None
             yield keys[name], list(value) if isinstance(value, tuple) else value
         else:
             comments.append(f"--aug-cfg {item}: not available")

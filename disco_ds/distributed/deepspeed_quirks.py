@@ -164,6 +164,11 @@ def clip_by(engine: Engine, trained: list[nn.Parameter], norm: Tensor) -> None:
     )
 
 
+def forget_clipping(engine: Engine) -> None:
+    """Undo clip_by, which holds for one step only."""
+    vars(engine).pop("clip_fp32_gradients", None)
+
+
 def _take_norm_together(zero: Any, all_reduce: Callable[[Tensor], Tensor]) -> None:
     """At ZeRO 1 and 2, compute the norm of all groups with one collective. It also shows whether gradients overflow."""
 

@@ -46,7 +46,8 @@ class Interrupts:
         """Time of the first Ctrl-C."""
 
     def listen(self) -> None:
-        """From now on, let signals set flags instead of ending the process."""
+        """From now on, let signals set flags instead of ending the process. Start the timer of periodic saves."""
+        self.since = time.monotonic()
         for number in SIGNALS:
             # A shell starts the background jobs of a script with SIGINT ignored. Keep it ignored.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:

@@ -98,6 +98,11 @@ class Embeddings:
             if ids is not None and ids.shape != image.shape[:1]:
                 raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
         for teacher in self.teacher:
+            if (teacher.image.dtype == torch.float64) != (image.dtype == torch.float64):
+                raise ValueError(
+                    f"the teacher's features are {teacher.image.dtype}, the student's {image.dtype}: use float64 for "
+                    "both or for neither"
+                )
             if len(teacher.image) != len(image):
                 raise ValueError(
                     f"the teacher has {len(teacher.image)} rows, but image and text have {len(image)}; pass the "

@@ -89,7 +89,7 @@ class _DropIn(nn.Module):
         if logit_bias is not None:
             bias = torch.as_tensor(logit_bias, device=device).reshape(1)
         if self.check:
-            check_alike(image_features, text_features, scale, bias, group_id, self.group)
+            check_alike(image_features, text_features, scale, bias, group_id, self.group, teacher)
         out = self.loss(
             Embeddings(image_features, text_features, scale, bias, None, group_id, teacher)
         )

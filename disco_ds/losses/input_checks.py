@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def check_alike(
     bias: Tensor | None,
     group_id: Tensor | None,
     group: Any = None,
+    teacher: Sequence[Any] = (),
 ) -> None:
     """Check that all ranks pass the same kind of inputs. Collective: one small all_reduce.
 
@@ -54,6 +56,7 @@ def check_alike(
         bias: 0-d or [1], the logit bias. None counts as 0.
         group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
         group: The process group; None: all ranks.
+        teacher: Features of teachers, see base.Teacher.
 
     Raises:
         ValueError: On every rank, if the inputs of the ranks differ, or if features are not [b, D].
@@ -61,13 +64,19 @@ def check_alike(
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    numbers = torch.tensor([*mine, group_id is not None], device=image.device)
+    shapes = [len(teacher), *(sum(t.image.shape[k] for t in teacher) for k in (0, 1))]
+    numbers = torch.tensor([*mine, *shapes, group_id is not None], device=image.device)
     learned = [scale, torch.zeros(1) if bias is None else bias]
     learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
     values = torch.cat([numbers.double(), *learned])
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
     *most, has_ids, scale_most, bias_most = most
     *least, all_have_ids, scale_least, bias_least = [-x for x in least]
+    if most[4:] != least[4:]:
+        raise ValueError(
+            "the ranks pass different numbers of teachers, or teachers' features of different shapes; pass the "
+            "features of the same teachers on every rank, for that rank's samples"
+        )
     if -1 in mine or most != least:
         lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(

@@ -207,9 +207,11 @@ class _Lesson:
     ):
         self.tiling = loss.tiling.on(rows.device)
         self.weight = weight
-        self.rows = self.tiling.hold(rows)
+        scale = divisible_scale(teacher.scale.detach())
+        # The tiles need a positive scale.
+        self.scale = scale.abs()
+        self.rows = self.tiling.hold(rows * scale.sign().to(rows.dtype))
         self.sent = to_comm_dtype(self.tiling.hold(columns), loss.comm_dtype)
-        self.scale = teacher.scale.detach().double()
         bias = teacher.bias
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
         self.y = self.scale * pair_cosines(self.rows, self.sent, self.tiling) + self.bias

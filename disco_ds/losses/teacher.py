@@ -85,7 +85,7 @@ def teach(
         )
         with torch.autocast(image.device.type, enabled=False):  # autocast would multiply in 16 bits
             for target, mine, others in zip(targets, (image, text), (text, image), strict=True):
-                found = (teacher.scale * (mine[rows] @ others.T)).softmax(1)
+                found = (teacher.scale.detach() * (mine[rows] @ others.T)).softmax(1)
                 target += found / len(embeddings.teacher)
                 entropy -= torch.special.xlogy(found, found).sum(1).mean().detach()
     losses = [F.cross_entropy(x, p) for x, p in zip(logits, targets, strict=True)]

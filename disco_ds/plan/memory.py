@@ -104,9 +104,9 @@ def plan_memory(
     num_pixels = config.micro_batch * count_on_device(
         config.num_micro_batches(ranks), config.image_staging
     )
-    # The teacher's weights, and its features of the whole step.
+    # The teacher's weights, and its features of all micro-batches and of the whole step.
     teacher = towers.teacher * PARAMETER_DTYPES[precision(ds_config)].itemsize
-    teacher += 2 * 4 * b * towers.teacher_width
+    teacher += 2 * 2 * 4 * b * towers.teacher_width
     ordered = {}
     for name, moment in moments.items():
         moment["teacher"] = teacher

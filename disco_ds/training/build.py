@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.utils import set_random_seed
-from torch import nn
+from torch import Tensor, nn
 
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
@@ -222,7 +222,9 @@ def build(
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
     frozen = None
     if teacher:
-        frozen = FrozenTeacher(teacher.model, teacher.tokenizer, tokenizer)
+        frozen = FrozenTeacher(
+            teacher.model, teacher.tokenizer, tokenizer, teacher.scale, teacher.bias
+        )
         description += f"\nteacher: {teacher.identity['model']}; {teacher.description}"
     loader = build_loader(config, sources, model, tokenizer, image, share, saved, frozen)
     stack.callback(loader.close)
@@ -490,18 +492,26 @@ class BuiltTeacher:
     description: str
     identity: dict[str, Any]
     """What must stay the same when the run is resumed."""
+    scale: Tensor
+    """[1], see FrozenTeacher."""
+    bias: Tensor | None
+    """[1], see FrozenTeacher."""
 
 
 def build_teacher(config: Config, loss: Loss) -> BuiltTeacher:
     """Build the teacher on this rank's device, in the precision of the run. Collective."""
     settings = config.teacher
     assert settings is not None
-    own = config.model_copy(update={"model": settings.settings})
+    # The initial bias for this batch is -log(1), so a bias that the weights do not have is 0.
+    own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
     model, tokenizer, description = build_towers(own, loss, restored=False)
     identity = settings.model_dump(mode="json", exclude={"pretrained"})
     identity["weights"] = hash_weights(model)
-    model = in_precision(model.to(comm.local_device()), precision(config.deepspeed))
-    return BuiltTeacher(model, tokenizer, description, identity)
+    placed: Any = model.to(comm.local_device())
+    scale = placed.logit_scale.detach().float().exp()
+    bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
+    placed = in_precision(placed, precision(config.deepspeed))
+    return BuiltTeacher(placed, tokenizer, description, identity, scale, bias)
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:

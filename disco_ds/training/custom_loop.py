@@ -119,6 +119,7 @@ def contrastive_step(
             embeddings.bias,
             embeddings.group_id,
             group,
+            teacher,
         )
         if num_samples is not None and len(embeddings.image) != num_samples:
             raise ValueError(
@@ -141,7 +142,7 @@ def contrastive_step(
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
         before.restore()
         raise
-    after.restore()
+    (after if is_updated else before).restore()
     checked.add(mode)
     # If a loss scaler skips the update, the state of the loss must not change either.
     if is_updated:

@@ -303,6 +303,7 @@ def backward_and_step(
                 if not finite or refuse(norm):
                     engine.zero_grad()  # sets gradients to None, so no parameter changes
             engine.step()
+            deepspeed_quirks.forget_clipping(engine)
     if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm
         value = agreed if max_norm is not None else value

@@ -174,7 +174,7 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
     equal_texts = None
-    if data.text:
+    if data.text and data.error is None:  # placeholders have no text
         equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
     worst = comm.largest_of(
         {

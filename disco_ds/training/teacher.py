@@ -23,10 +23,20 @@ class FrozenTeacher:
         model: A model from build_model, on this rank's device and in the precision of the run.
         tokenizer: Its tokenizer.
         student_tokenizer: The tokenizer of the model that is trained.
+        scale: [1], the teacher's logit scale in fp32. A model in bf16 would round it.
+        bias: [1], its logit bias, or None.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, student_tokenizer: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        student_tokenizer: Any,
+        scale: Tensor,
+        bias: Tensor | None,
+    ):
         self.model = model.eval().requires_grad_(False)
+        self.scale, self.bias = scale, bias
         self.size = tuple(read_preprocessing(model).size)
         same = are_equal(tokenizer, student_tokenizer)
         self.tokenizer = None if same else tokenizer
@@ -49,8 +59,8 @@ class FrozenTeacher:
         if teacher_text is not None:
             text = Texts(teacher_text, None)
         inputs = text if isinstance(text, Texts) else Texts(text, None)
-        rows, texts, scale, bias = self.model(image=image, **inputs._asdict())
-        return Teacher(rows, texts, scale, bias)
+        rows, texts, *_ = self.model(image=image, **inputs._asdict())
+        return Teacher(rows, texts, self.scale, self.bias)
 
 
 def are_equal(tokenizer: Any, other: Any) -> bool:

@@ -72,6 +72,14 @@ TORCH_CUDNN_V8_API_ENABLED=1 torchrun --nproc_per_node 8 -m open_clip_train.main
 """
 
 
+@pytest.mark.parametrize(
+    "rest", ["2>&1 | tee log.txt", "> log.txt 2>&1 &", "&& echo done", "; exit"]
+)
+def test_what_follows_the_flags_belongs_to_the_shell(rest: str) -> None:
+    line = "--train-data a.tar --batch-size 256"
+    assert translate(f"{line} {rest}", 1) == translate(line, 1)
+
+
 def test_distillation_becomes_a_teacher() -> None:
     line = "--train-data a.tar --distill-model ViT-L-14 --distill-pretrained openai"
     assert yaml.safe_load(translate(line, 1))["teacher"] == {

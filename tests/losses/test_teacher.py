@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from disco_ds import ClipLoss, contrastive_step
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, Teacher, build_loss
+from disco_ds.losses.kernels import Tiling
 from helpers.all_losses import TILE
 from helpers.dist import run_ranks
 
@@ -164,6 +166,7 @@ def odd_cases() -> list[str]:
         ("disco_fused", 14.3, 20.0, "image", 5),
         ("inf_cl", 14.3, 20.0, "text", 5),
         ("siglip", 14.3, 20.0, "image", 5),
+        ("siglip", 14.3, -20.0, "", 17),
     ]:
         (teacher,) = make_teachers(64, (16,), torch.float64)
         teacher = Teacher(
@@ -182,6 +185,37 @@ def odd_cases() -> list[str]:
 def test_extreme_scales_locked_towers_and_small_tiles(size: int) -> None:
     for failures in run_ranks(odd_cases, size):
         assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
+def test_tiles_are_those_of_the_student(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the size of a tile depends on the width of the rows."""
+    monkeypatch.setattr(
+        Tiling, "size", lambda self, n, m, D, *others: (min(n, 1280 // D), min(m, 40))
+    )
+    image, text = (unit_rows(96, 32, seed, torch.float64) for seed in (1, 2))
+    teachers = make_teachers(96, (48, 16), torch.float64)
+    true = oracle(name, image, text, 14.3, teachers, 0.4)
+    got = evaluate(name, {"teacher_weight": 0.4}, image, text, 14.3, teachers)
+    assert not compare(got, true, 1e-12)
+
+
+def differing_teachers(kind: str) -> str:
+    """What a drop-in loss says on each rank if rank 1 passes another teacher."""
+    rows = unit_rows(8, 16, comm.rank(), torch.float32)
+    teachers = make_teachers(8, (16,), torch.float32)
+    if comm.rank() == 1:
+        wide = make_teachers(8, (24,), torch.float32)
+        teachers = {"none": [], "two": teachers * 2, "wide": wide}[kind]
+    with pytest.raises(ValueError, match="different numbers of teachers") as caught:
+        ClipLoss(teacher_weight=0.5)(rows, rows, torch.tensor(14.3), teacher=teachers)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["none", "two", "wide"])
+def test_teachers_that_differ_between_ranks_are_refused_on_all_of_them(kind: str) -> None:
+    said = run_ranks(differing_teachers, 2, kind)
+    assert len(set(said)) == 1
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES)
@@ -223,8 +257,6 @@ def test_sum_of_open_clips_two_terms_is_twice_the_loss_at_one_half() -> None:
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_custom_loop_and_drop_in_learn_from_the_same_teacher(num: int) -> None:
-    from disco_ds import ClipLoss, contrastive_step
-
     image, text = (unit_rows(48, 32, seed, torch.float64) for seed in (1, 2))
     teachers = make_teachers(48, (16,), torch.float64)
     model = torch.nn.Linear(32, 24, bias=False).double()

@@ -177,6 +177,14 @@ def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> 
         first_step(tokens, some)
 
 
+def test_data_error_in_the_first_step_is_reported_although_placeholders_have_no_text() -> None:
+    rows = torch.nn.functional.normalize(torch.randn(8, 4), dim=1)
+    out = LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    data = StepData(error="the disk is gone", text=[torch.ones(4, 3, dtype=torch.int64)])
+    with pytest.raises(StopError, match=r"step 0: .* failed on rank 0: the disk is gone"):
+        agree(run_to_agree(), 0, data, Embeddings(rows, rows, torch.ones(1)), out)
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: int) -> None:
     features = [torch.ones(2, 4), torch.ones(2, 4)]

@@ -90,6 +90,7 @@ def one_case(
     out = train_step(
         engine, build_loss(loss, **config.loss.options), mine, recording, max_scale=1e9
     )
+    assert "clip_fp32_gradients" not in vars(engine), "a norm holds for one step"
     after = masters(engine)
     engine.destroy()
 

@@ -126,11 +126,16 @@ class Block:
         """Return the dtype of scales, similarities and gradients: fp32, or float64 for float64 features."""
         return full_dtype(self.rows)
 
-    def scratch(self, tiles: ModuleType) -> Tensor:
-        """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton."""
+    def scratch(self, tiles: ModuleType, width: int | None = None) -> Tensor:
+        """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton.
+
+        Args:
+            tiles: The module that computes the tiles.
+            width: Width of the rows of the block whose tiles are computed, if it is not this block.
+        """
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         n, D = self.rows.shape
-        rows, columns = self.tiling.size(n, len(self.columns), D, self.rows.device)
+        rows, columns = self.tiling.size(n, len(self.columns), width or D, self.rows.device)
         return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
@@ -288,13 +293,21 @@ class _Weights:
         block: The similarities.
         row_shift: [n] float64.
         column_shift: [m] float64.
+        width: Width of the rows of the block whose tiles are computed; it decides the size of the tiles.
         weight: Factor of the weights.
     """
 
-    def __init__(self, block: Block, row_shift: Tensor, column_shift: Tensor, weight: float = 1.0):
+    def __init__(
+        self,
+        block: Block,
+        row_shift: Tensor,
+        column_shift: Tensor,
+        width: int,
+        weight: float = 1.0,
+    ):
         self.block = block
         self.tiles = block.tiles
-        self.scratch = block.scratch(self.tiles)
+        self.scratch = block.scratch(self.tiles, width)
         self.row_scale = block.row_scale.to(block.dtype)
         self.column_scale = block.column_scale.to(block.dtype)
         # With a shift, the terms of W, times the gain, are exp(x - shift) a and exp(x - shift) beta. One exponential
@@ -354,8 +367,9 @@ def softmax_gradient(
         taught: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with targets.
     """
     tiling = block.tiling
-    student = _Weights(block, row_shift, column_shift)
-    teachers = [_Weights(t.block, t.row_shift, t.column_shift, t.weight) for t in targets]
+    D = block.rows.shape[1]
+    student = _Weights(block, row_shift, column_shift, D)
+    teachers = [_Weights(t.block, t.row_shift, t.column_shift, D, t.weight) for t in targets]
     for i, j in block.cut():
         # Ordinary torch matrix multiplications. The weights of only one tile (of each model) exist at a time.
         tile, W = student.compute(i, j, moments)
