@@ -212,7 +212,7 @@ def engine_changes(name: str, stage: int, model_file: str) -> list[dict[str, Ten
         build_model(config.model), config.optim, render_ds_config(config, comm.size())
     )
     names = [group["name"] for group in engine.optimizer.param_groups]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 11
     changes = []
     for lr in STEPS:
         before = masters(engine)
