@@ -34,10 +34,10 @@ demo: $(STAMP)
 	$(BIN)/python -m tools.make.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --durations=15
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu" --durations=15
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations=30
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu" --durations=30
 
 test-gpu: $(INSTALLED)
 	DISCO_DS_TEST_DEVICE=$(if $(REHEARSE),cpu,cuda) $(BIN)/python -m pytest tests/test_gpu.py -v -rsP --durations=10 --session-timeout=480

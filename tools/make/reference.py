@@ -22,10 +22,13 @@ from pydantic.fields import FieldInfo
 from disco_ds.config import Config, EmaSettings, SourceSettings, StageSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
+from disco_ds.config.recipe import TeacherSettings
 from disco_ds.config.settings import MAX_COUNT
 
 ITEMS: dict[str, type[BaseModel]] = {"data.sources": SourceSettings, "stages": StageSettings}
 """Name of a setting that is a list -> model of one item of the list."""
+OPTIONAL: dict[str, type[BaseModel]] = {"ema": EmaSettings, "teacher": TeacherSettings}
+"""Name of a group that may be null -> its model."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 FIRST = (
@@ -103,8 +106,8 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
             yield from sections(f"{prefix}{name}.", field.annotation)
         elif prefix + name in ITEMS:
             yield f"{prefix}{name}[].", ITEMS[prefix + name]
-        elif name == "ema":
-            yield f"{prefix}{name}.", EmaSettings
+        elif name in OPTIONAL:
+            yield f"{prefix}{name}.", OPTIONAL[name]
 
 
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
@@ -155,6 +158,7 @@ def _type(annotation: Any) -> str:
         Any: "anything",
         SourceSettings: "`data.sources[]`",
         EmaSettings: "`optim.ema`",
+        TeacherSettings: "`teacher`",
         StageSettings: "`stages[]`",
         bool: "true or false",
     }
