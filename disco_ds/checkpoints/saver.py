@@ -64,7 +64,7 @@ class Saver:
     """Step of the newest complete checkpoint. Before the first save, this is the step that the run was resumed from,
     or 0 for a new run."""
     all_written: bool = True
-    """Whether no rank's thread was working on the save when the ranks last agreed (`agree` in training/step.py)."""
+    """Whether every rank had finished writing its part of the save when the ranks last agreed, in training/step.py."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 

@@ -142,10 +142,10 @@ SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$"
 
 
 class SampleSettings(Settings):
-    """Where the samples of one source are, and which of them are used."""
+    """The location of the samples of one source, and the rules that select them."""
 
     source: SourceName = "shards"
-    """Where the samples come from. `shards`: webdataset's .tar shards, or a csv, named by data.shards or
+    """Kind of source. `shards`: webdataset's .tar shards, or a csv, named by data.shards or
     data.sources. `synthetic`: random pixels and tokens, for trying out a model or a cluster without data.
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
@@ -293,7 +293,7 @@ class DataSettings(SampleSettings):
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a source leaves out samples whose number is unknown."""
+        """Whether filter or transforms may drop samples, so that the number of usable samples is unknown."""
         each = [self.settings_of(part) for part in self.parts]
         return any(settings.filter or settings.transforms for settings in each)
 

@@ -48,9 +48,9 @@ class OptimSettings(Settings):
     through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. ZeRO 1 to 3
     need `elementwise`."""
     elementwise: bool = False
-    """Whether the custom optimizer updates each element independently of all others. ZeRO 1 to 3 need
-    this, because they call `step()` once for each parameter group, with flat parts of its parameters. An
-    optimizer that counts steps in its parameter groups works up to ZeRO 2."""
+    """True: the optimizer that `factory` builds updates each element independently of all others. ZeRO
+    1 to 3 require such an optimizer, because they call `step()` once for each parameter group, with flat parts of its
+    parameters. An optimizer that counts steps in its parameter groups works up to ZeRO 2."""
     lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)

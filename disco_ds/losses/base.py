@@ -181,7 +181,7 @@ class Loss(nn.Module):
             )
         if bool(embeddings.teacher) != (self.teacher_weight is not None):
             raise ValueError(self._describe_teacher())
-        if not self.teacher_weight:
+        if embeddings.teacher and not self.teacher_weight:
             embeddings = replace(embeddings, teacher=())
         out = super().__call__(embeddings)
         if problem := _find_problem(out, embeddings):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.utils import set_random_seed
-from torch import Tensor, nn
+from torch import nn
 
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
@@ -90,7 +90,7 @@ from disco_ds.training.engine import (
     learning_rate,
     prepare,
 )
-from disco_ds.training.teacher import FrozenTeacher, hash_weights
+from disco_ds.training.teacher import FrozenTeacher, are_equal, hash_weights
 
 logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
@@ -220,13 +220,9 @@ def build(
     model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    frozen = None
     if teacher:
-        frozen = FrozenTeacher(
-            teacher.model, teacher.tokenizer, tokenizer, teacher.scale, teacher.bias
-        )
         description += f"\nteacher: {teacher.identity['model']}; {teacher.description}"
-    loader = build_loader(config, sources, model, tokenizer, image, share, saved, frozen)
+    loader = build_loader(config, sources, model, tokenizer, image, share, saved, teacher)
     stack.callback(loader.close)
     if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
         logger.warning(
@@ -294,7 +290,7 @@ def build(
         schedule=schedule,
         folder=folder,
         engine=engine,
-        towers=EngineTowers(engine, partial(prepare, config), frozen),
+        towers=EngineTowers(engine, partial(prepare, config), teacher),
         loss=loss,
         loader=loader,
         metrics=metrics,
@@ -358,10 +354,9 @@ def build_loader(
         position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     device = comm.local_device()
     form = SampleForm(image, tokenizer, *read_text_size(model))
-    if teacher and teacher.tokenizer:
-        form = replace(
-            form, teacher_tokenize=teacher.tokenizer, teacher_length=teacher.context_length
-        )
+    if teacher and not are_equal(teacher.tokenizer, tokenizer):
+        length = read_text_size(teacher.model)[0]
+        form = replace(form, teacher_tokenize=teacher.tokenizer, teacher_length=length)
     with comm.all_or_none("data"):
         return Loader(
             config.data,
@@ -483,22 +478,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
     return model, tokenizer, f"towers: {', '.join(parts)}"
 
 
-@dataclass
-class BuiltTeacher:
-    """The teacher's model, before the tokenizer of the student is known."""
-
-    model: nn.Module
-    tokenizer: Any
-    description: str
-    identity: dict[str, Any]
-    """What must stay the same when the run is resumed."""
-    scale: Tensor
-    """[1], see FrozenTeacher."""
-    bias: Tensor | None
-    """[1], see FrozenTeacher."""
-
-
-def build_teacher(config: Config, loss: Loss) -> BuiltTeacher:
+def build_teacher(config: Config, loss: Loss) -> FrozenTeacher:
     """Build the teacher on this rank's device, in the precision of the run. Collective."""
     settings = config.teacher
     assert settings is not None
@@ -511,7 +491,7 @@ def build_teacher(config: Config, loss: Loss) -> BuiltTeacher:
     scale = placed.logit_scale.detach().float().exp()
     bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
     placed = in_precision(placed, precision(config.deepspeed))
-    return BuiltTeacher(placed, tokenizer, description, identity, scale, bias)
+    return FrozenTeacher(placed, tokenizer, scale, bias, description, identity)
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:
@@ -536,7 +516,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
 
 
 def identify(
-    config: Config, sources: list[Source], teacher: BuiltTeacher | None
+    config: Config, sources: list[Source], teacher: FrozenTeacher | None
 ) -> Callable[[Config], dict[str, Any]]:
     """Return a function that takes a stage's settings and returns what must stay the same on resume. Collective.
 

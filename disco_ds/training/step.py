@@ -173,7 +173,7 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
     """
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
-    equal_texts = None
+    equal_texts: Tensor | float = 0.0
     if data.text and data.error is None:  # placeholders have no text
         equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
     worst = comm.largest_of(
@@ -185,7 +185,7 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
             "save": run.interrupts.is_save_due,
             "stop": run.interrupts.asked is not None,
             "writing": run.saver.is_writing,
-            "equal_texts": equal_texts or 0.0,
+            "equal_texts": equal_texts,
             "loss": out.metrics["loss"],
         }
     )

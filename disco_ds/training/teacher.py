@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disco_ds.losses import Teacher
-from disco_ds.models.clip import Texts, read_preprocessing, read_text_size
+from disco_ds.models.clip import Texts, read_preprocessing
 
 PROBES = ["a photo of a cat", "Zwei Katzen, 100% schwarz!", "\u732b" * 50, "word " * 200]
 """Texts for which two tokenizers that agree count as the same tokenizer."""
@@ -22,26 +22,26 @@ class FrozenTeacher:
     Args:
         model: A model from build_model, on this rank's device and in the precision of the run.
         tokenizer: Its tokenizer.
-        student_tokenizer: The tokenizer of the model that is trained.
         scale: [1], the teacher's logit scale in fp32. A model in bf16 would round it.
         bias: [1], its logit bias, or None.
+        description: Which parts of its towers are replaced and compiled, for the log.
+        identity: The values that must stay the same when the run is resumed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         tokenizer: Any,
-        student_tokenizer: Any,
         scale: Tensor,
         bias: Tensor | None,
+        description: str,
+        identity: dict[str, Any],
     ):
         self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
         self.scale, self.bias = scale, bias
+        self.description, self.identity = description, identity
         self.size = tuple(read_preprocessing(model).size)
-        same = are_equal(tokenizer, student_tokenizer)
-        self.tokenizer = None if same else tokenizer
-        """The tokenizer for the data workers; None if the teacher reads the student's tokens."""
-        self.context_length = 0 if same else read_text_size(model)[0]
 
     @torch.no_grad()
     def __call__(self, image: Tensor, text: Tensor | Texts, teacher_text: Tensor | None) -> Teacher:

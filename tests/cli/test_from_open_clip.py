@@ -21,7 +21,7 @@ ONE_GPU = """python -m training.main \\
     --val-data="/path/to/validation_data.csv"  \\
     --csv-img-key filepath \\
     --csv-caption-key title \\
-    --imagenet-val=/path/to/imagenet/root/val/ \\
+    --imagenet-val=data/imagenet/val/ \\
     --warmup 10000 \\
     --batch-size=128 \\
     --lr=1e-3 \\

@@ -47,7 +47,10 @@ class MicroBatch:
 
 @dataclass
 class StepData:
-    """What a rank has read for one step, except the micro-batches themselves. Loader.first_pass fills the fields."""
+    """A record of one rank's data for one step: ids, errors, waiting time and positions, but not the micro-batches.
+
+    Loader.first_pass fills it.
+    """
 
     error: str | None = None
     """Description of the error, or None. All micro-batches after an error are placeholders, so that this rank still
