@@ -359,9 +359,9 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--
         (
             "--efficiency",
             fraction,
-            Assumptions.efficiency,
+            None,
             "FRACTION",
-            "fraction of the peak rate that is reached",
+            "fraction of the peak rate that is reached (default: as measured on other runs, see docs/planning.md)",
         ),
         (
             "--link",

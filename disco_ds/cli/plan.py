@@ -141,7 +141,7 @@ def describe_time(made: Plan) -> str:
         f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "
         f"{speed.comm_s:,.2f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU\n"
-        f"Assumed: {assumed.efficiency:g} of the GPU's FLOP/s, {assumed.between_hosts:g} GB/s between "
+        f"Assumed: {speed.rate:.3g} of the GPU's FLOP/s ({speed.source}), {assumed.between_hosts:g} GB/s between "
         f"hosts of {assumed.per_host} GPUs; no overlap, no waiting for data, no stragglers, no latencies."
     )
     text += f"\ntexts: {describe_texts(made.assumed)}"

@@ -29,10 +29,7 @@ class Assumptions:
     """Number of captions from which text_tokens was read; 0 if it was given."""
     per_host: int = 8
     """GPUs per host."""
-    efficiency: float = 0.2
-    """Achieved fraction of the GPU's nominal FLOP/s.
-
-    The default is the fraction in DisCo-CLIP's Table 4, for ViT-B/32 on A100s.
-    """
+    efficiency: float | None = None
+    """Achieved fraction of the GPU's nominal FLOP/s. None: see plan/speed.py."""
     between_hosts: float = 25.0
     """GB/s that each GPU receives from other hosts; the default is 200 Gbit/s."""

@@ -1,5 +1,9 @@
 """Predict the time of a step from the FLOPs that each rank computes and the bytes that it receives, at given rates.
 
+The default rates are fitted to measured steps (tests/plan/test_measured_steps.py): 0.33 to nine steps of compiled
+ViT-B/32 and ViT-B/16, 0.385 to two of compiled ViT-L/14, and the factor EAGER to one step of each model that was not
+compiled.
+
 Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
 the optimizer's computation are not counted. The first step
 also tunes the loss's kernels and compiles the towers, which is not counted.
@@ -17,6 +21,18 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 
+RATES = {"ViT-B-32": 0.33, "ViT-B-16": 0.33, "ViT-L-14": 0.385}
+"""Fraction of the GPU's nominal 16-bit FLOP/s that compiled towers reached in autocast."""
+MEASURED_ON = ("H100-80G", "H200")
+EAGER = 0.78
+"""Rate of towers that are not compiled, relative to compiled ones."""
+OTHER_RATE = 0.33
+"""Guess for other models, before EAGER."""
+OPEN_CLIP_RATE = 0.2
+"""Guess for towers as open_clip builds them: DisCo-CLIP's Table 4 gives 0.19 for ViT-B/32 on A100s."""
+LOSS_RATE = 0.38
+"""Fraction that the tiled losses reached on an H200, with 0.39 for disco_fused and 0.48 for siglip on one GPU."""
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -27,6 +43,10 @@ class Speed:
     comm_s: float
     comm_bytes: int
     """Bytes that a rank receives in a step."""
+    rate: float
+    """Fraction of the GPU's FLOP/s that the towers are assumed to reach."""
+    source: str
+    """Where this fraction comes from."""
 
     @property
     def step_s(self) -> float:
@@ -48,20 +68,39 @@ def plan_speed(
     # Tensor cores multiply TF32 at half the rate of 16 bits.
     rates = {"fp32": gpu.fp32, "tf32": gpu.half / 2}
 
-    def flop_rate(kind: str) -> float:
-        return 1e12 * assumed.efficiency * rates.get(kind, gpu.half)
-
+    rate, source = assumed.efficiency, "given"
+    if rate is None:
+        rate, source = tower_rate(config, gpu)
+    loss_rate = LOSS_RATE if assumed.efficiency is None else rate
     # Across hosts, the slowest connection decides.
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
     return Speed(
-        towers_s=tower_flops / flop_rate(precision(config.deepspeed)),
-        loss_s=cost.flops / flop_rate(cost.precision),
+        towers_s=tower_flops / (1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)),
+        loss_s=cost.flops / (1e12 * loss_rate * rates.get(cost.precision, gpu.half)),
         comm_s=comm_bytes / (1e9 * link),
         comm_bytes=comm_bytes,
+        rate=rate,
+        source=source,
     )
+
+
+def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
+    """Return the fraction of the GPU's FLOP/s that the towers are expected to reach, and where it comes from."""
+    model = config.model
+    if model.towers == "open_clip":
+        return OPEN_CLIP_RATE, "a guess"
+    compiled = model.compile is True or (
+        model.compile == "auto" and zero_stage(config.deepspeed) < 3
+    )
+    rate = RATES.get(model.label, OTHER_RATE) * (1.0 if compiled else EAGER)
+    cards = " and ".join(MEASURED_ON)
+    if model.label not in RATES or precision(config.deepspeed) != "autocast":
+        return rate, f"a guess from {', '.join(RATES)} on {cards} in autocast"
+    how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {cards}"
+    return rate, how if gpu.name in MEASURED_ON else f"a guess: {how}"
 
 
 def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:

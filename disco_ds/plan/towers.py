@@ -236,7 +236,7 @@ def trace(
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
-        assumed: Determines the number of tokens of each text; see plan_lengths.
+        assumed: Determines the number of tokens of each text; see plan_lengths. FLOPs are those of the mean number.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -244,6 +244,10 @@ def trace(
     assumed = assumed or Assumptions()
     with _explained(config):
         student = _trace(config, m, like_gpu, assumed)
+        if assumed.text_tokens is not None:
+            # Memory must suffice for long texts, but the time depends on the mean length.
+            mean = _trace(config, m, like_gpu, replace(assumed, text_deviation=0.0))
+            student = replace(student, flops=mean.flops, replay_flops=mean.replay_flops)
         if config.teacher is None:
             return student
         # The teacher runs once per micro-batch, before the student's forward, and without a graph.

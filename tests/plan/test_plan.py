@@ -26,7 +26,7 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import list_changes
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.overview import plan_run
-from disco_ds.plan.speed import _count_engine, plan_speed
+from disco_ds.plan.speed import _count_engine, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -494,6 +494,34 @@ def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> 
         assert (found.speed.towers_s < padded.speed.towers_s) == is_packed
         assert (found.memory.total < padded.memory.total) == is_packed
         assert found.assumed.text_tokens == (2.0 if is_packed else None)
+
+
+def test_time_depends_on_the_mean_length_of_texts_and_memory_on_longer_ones(tmp_path: Path) -> None:
+    config = tiny(tmp_path, deepspeed=AUTOCAST)
+    spread, equal = (
+        trace(config, 16, assumed=Assumptions(text_tokens=4.0, text_deviation=deviation))
+        for deviation in (2.0, 0.0)
+    )
+    assert (spread.flops, spread.replay_flops) == (equal.flops, equal.replay_flops)
+    assert spread.held > equal.held
+
+
+def test_plan_says_where_the_rate_comes_from(tmp_path: Path) -> None:
+    def source(gpu: str, precision: dict[str, Any] = AUTOCAST, **changes: Any) -> str:
+        config = tiny_config(changes.pop("name", "ViT-L-14"), precision, **changes)
+        return tower_rate(config, find_gpu(gpu))[1]
+
+    assert source("H200") == "measured for ViT-L-14, compiled, on H100-80G and H200"
+    assert "ViT-L-14, not compiled, on" in source("H200", model__compile=False)
+    assert source("A100-40G").startswith("a guess: measured for ViT-L-14")
+    assert source("H200", {}).startswith("a guess from ViT-B-32")
+    assert source("H200", name="RN50").startswith("a guess from ViT-B-32")
+    assert source("H200", model__towers="open_clip") == "a guess"
+    config = tiny(tmp_path, deepspeed=AUTOCAST)
+    towers = trace(config, 16)
+    given = plan_speed(config, 1, towers, find_gpu("H200"), Assumptions(efficiency=0.5))
+    assert given is not None
+    assert (given.rate, given.source) == (0.5, "given")
 
 
 def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:

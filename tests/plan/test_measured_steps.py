@@ -1,0 +1,61 @@
+"""Planned times of steps against measured ones."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from disco_ds.models.gpus import find_gpu
+from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.speed import plan_speed
+from disco_ds.plan.towers import Towers, trace
+from helpers.towers import tiny_config
+
+# Steps of one rank at ZeRO 1 in bf16 autocast, torch 2.11.0, 2026-11-26. H100: docs/results.md. H200: the prototype
+# from which the fast towers were made, with library kernels for attention; the steps that are not compiled have its
+# attention and patch embedding.
+# GPU, model, micro-batch, micro-batches, tokens per caption, compiled, ms
+MEASURED = [
+    ("H100-80G", "ViT-B-32", 2048, 1, 19.6, True, 202.1),
+    ("H100-80G", "ViT-B-32", 2048, 1, 77, True, 284.5),
+    ("H100-80G", "ViT-B-16", 768, 1, 19.6, True, 264.6),
+    ("H100-80G", "ViT-L-14", 256, 1, 19.6, True, 339.4),
+    ("H200", "ViT-B-32", 2048, 1, 77, True, 258.0),
+    ("H200", "ViT-B-32", 2048, 1, 24, True, 193.0),
+    ("H200", "ViT-B-32", 1024, 1, 77, True, 141.7),
+    ("H200", "ViT-B-32", 1024, 4, 77, True, 653.2),
+    ("H200", "ViT-B-16", 768, 1, 77, True, 258.6),
+    ("H200", "ViT-B-16", 768, 1, 24, True, 233.1),
+    ("H200", "ViT-L-14", 256, 1, 77, True, 322.6),
+    ("H200", "ViT-B-32", 2048, 1, 77, False, 342.8),
+    ("H200", "ViT-B-16", 768, 1, 77, False, 334.6),
+    ("H200", "ViT-L-14", 256, 1, 77, False, 400.9),
+]
+QUICK = ("ViT-B-32", 2048, 1, 77)
+"""These rows share one trace, which takes seconds."""
+ROWS = [
+    row if row[1:5] == QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in MEASURED
+]
+
+
+@cache
+def traced(model: str, m: int, tokens: float) -> Towers:
+    autocast = {"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    config = tiny_config(model, autocast, global_batch=m, micro_batch=m)
+    return trace(config, m, assumed=Assumptions(text_tokens=tokens if tokens < 77 else None))
+
+
+@pytest.mark.parametrize(("gpu", "model", "m", "count", "tokens", "compiled", "ms"), ROWS)
+def test_planned_step_takes_as_long_as_the_measured_one(
+    gpu: str, model: str, m: int, count: int, tokens: float, compiled: bool, ms: float
+) -> None:
+    autocast = {"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    batch = {"global_batch": m * count, "micro_batch": m}
+    config = tiny_config(
+        model, autocast, **batch, loss__name="disco_fused", model__compile=compiled
+    )
+    speed = plan_speed(config, 1, traced(model, m, tokens), find_gpu(gpu), Assumptions())
+    assert speed is not None
+    assert speed.source.startswith("measured")
+    assert 1000 * speed.step_s == pytest.approx(ms, rel=0.1)
