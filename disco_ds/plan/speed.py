@@ -4,13 +4,16 @@ The default rates are fitted to measured steps (tests/plan/test_measured_steps.p
 ViT-B/32 and ViT-B/16, 0.385 to two of compiled ViT-L/14, and the factor EAGER to one step of each model that was not
 compiled.
 
-Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
-the optimizer's computation are not counted. The first step
+With overlap_comm, backward hides the reduction of gradients, except what is left when it ends, at least one bucket. At
+ZeRO 3, the passes also hide the gathering of parameters. All other communication is assumed not to overlap with
+computation, and overlap is assumed to slow neither down. Waiting for data, stragglers, latencies and the optimizer's
+computation are not counted. The first step
 also tunes the loss's kernels and compiles the towers, which is not counted.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from disco_ds.config import Config, render_ds_config
@@ -41,6 +44,9 @@ class Speed:
     towers_s: float
     loss_s: float
     comm_s: float
+    """Time of all communication."""
+    hidden_s: float
+    """Part of comm_s during which the towers compute."""
     comm_bytes: int
     """Bytes that a rank receives in a step."""
     rate: float
@@ -51,7 +57,7 @@ class Speed:
     @property
     def step_s(self) -> float:
         """Time of the whole step."""
-        return self.towers_s + self.loss_s + self.comm_s
+        return self.towers_s + self.loss_s + self.comm_s - self.hidden_s
 
 
 def plan_speed(
@@ -76,11 +82,26 @@ def plan_speed(
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
-    comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
+    gradient_bytes, parameter_bytes = _count_engine(config, ranks, K, towers)
+    comm_bytes = cost.received_bytes + gradient_bytes + parameter_bytes
+    flops_per_s = 1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)
+    hidden_s = 0.0
+    zero = render_ds_config(config, ranks)["zero_optimization"]
+    if zero.get("overlap_comm") and ranks > 1:
+        num_passes, received, flops = 1, gradient_bytes, towers.flops - towers.replay_flops
+        if zero["stage"] == 2:
+            num_passes = K
+        if zero["stage"] == 3:
+            num_passes, received, flops = 3 * K - 1, gradient_bytes + parameter_bytes, tower_flops
+        num_buckets = math.ceil(towers.trained / zero["reduce_bucket_size"])
+        each_s = received / (1e9 * link) / num_passes
+        window_s = flops / flops_per_s / (num_passes if zero["stage"] == 3 else 1)
+        hidden_s = num_passes * hide(each_s, window_s, num_buckets)
     return Speed(
-        towers_s=tower_flops / (1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)),
+        towers_s=tower_flops / flops_per_s,
         loss_s=cost.flops / (1e12 * loss_rate * rates.get(cost.precision, gpu.half)),
         comm_s=comm_bytes / (1e9 * link),
+        hidden_s=hidden_s,
         comm_bytes=comm_bytes,
         rate=rate,
         source=source,
@@ -103,8 +124,18 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
     return rate, how if gpu.name in MEASURED_ON else f"a guess: {how}"
 
 
-def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
-    """Count the bytes of gradients and parameters that a rank receives in a step."""
+def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
+    """Return how much of the communication is hidden if the buckets become ready at equal intervals of a window.
+
+    The last bucket is ready when the window ends.
+    """
+    bucket_s = comm_s / num_buckets
+    exposed_s = max(bucket_s, comm_s - window_s * (1 - 1 / num_buckets))
+    return comm_s - exposed_s
+
+
+def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
+    """Count the bytes of gradients and of parameters that a rank receives in a step."""
     ds_config = render_ds_config(config, ranks)
     level = zero_stage(ds_config)
     parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize
@@ -114,9 +145,9 @@ def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
     )
     part = (ranks - 1) / ranks
     if level < 2:  # per step: an all_reduce, and at ZeRO 1 a gather of the updated parameters
-        return int(part * (2 * gradients + level * parameters))
+        return int(part * 2 * gradients), int(part * level * parameters)
     if level == 2:  # an all_reduce per micro-batch, and one gather per step
-        return int(part * (2 * K * gradients + parameters))
+        return int(part * 2 * K * gradients), int(part * parameters)
     # ZeRO 3: parameters are gathered for each of the 3K - 1 passes, and each micro-batch's gradients
     # are sent to the ranks that own them.
-    return int(part * ((3 * K - 1) * parameters + K * gradients))
+    return int(part * K * gradients), int(part * (3 * K - 1) * parameters)

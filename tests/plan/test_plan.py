@@ -26,7 +26,7 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import list_changes
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.overview import plan_run
-from disco_ds.plan.speed import _count_engine, plan_speed, tower_rate
+from disco_ds.plan.speed import _count_engine, hide, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -456,6 +456,30 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     assert plan_speed(config, 8, towers, find_gpu("40"), assumed) is None
 
 
+def test_backward_hides_all_but_the_last_bucket() -> None:
+    assert hide(6.0, 100.0, 3) == pytest.approx(4.0)
+    assert hide(6.0, 100.0, 1) == 0.0
+    assert hide(90.0, 30.0, 3) == pytest.approx(20.0)  # starts after a third of the window
+
+
+def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:
+    def hidden(stage: int, m: int, **zero: Any) -> float:
+        zero |= {"stage": stage, "reduce_bucket_size": 1000}
+        config = tiny(
+            tmp_path, deepspeed={"zero_optimization": zero}, global_batch=64, micro_batch=m
+        )
+        slow = Assumptions(efficiency=1e-6)
+        speed = plan_speed(config, 8, trace(config, m), find_gpu("H200"), slow)
+        assert speed is not None
+        assert speed.step_s == speed.towers_s + speed.loss_s + speed.comm_s - speed.hidden_s
+        return speed.hidden_s
+
+    assert hidden(0, 8) == hidden(1, 4) == hidden(1, 8, overlap_comm=False) == 0
+    assert 0 < hidden(1, 8) == hidden(1, 4, overlap_comm=True) == hidden(2, 8)
+    assert hidden(2, 4, overlap_comm=True) == pytest.approx(2 * hidden(1, 8))
+    assert hidden(3, 8) > hidden(1, 8)
+
+
 def build_with_roberta() -> TwoTowers:
     transformers = pytest.importorskip("transformers")
     config = transformers.RobertaConfig(
@@ -534,7 +558,7 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
         ds_config = {"bf16": {"enabled": True}, "zero_optimization": zero}
         return config.model_copy(update={"deepspeed": ds_config})
 
-    counts = [_count_engine(of(stage), 8, K, towers) / (7 / 8 * P) for stage in (1, 2, 3)]
+    counts = [sum(_count_engine(of(stage), 8, K, towers)) / (7 / 8 * P) for stage in (1, 2, 3)]
     assert counts == pytest.approx([10, 8 * K + 2, 2 * (3 * K - 1) + 4 * K], rel=1e-5)
     for stage in (1, 2):
         # The bucket of 1,000 elements, its flat copy, both in bf16, and the copy in fp32.

@@ -60,7 +60,7 @@ def one_case(
     N = comm.size()
     lr = 1000.0  # so large that the rounding of the weights does not matter
     shape = {
-        "global_batch": PER_RANK * N,
+        "global_batch": PER_RANK // count * count * N,
         "micro_batch": PER_RANK // count,
         "optim__lr": lr,
         "loss__name": loss,
@@ -186,6 +186,59 @@ def test_step_equals_single_process(tmp_path):
 
 BUCKETS = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
 """With one micro-batch gradients are reduced during backward; the largest parameters do not fit into a bucket."""
+
+
+OVERLAP = [("fp32", stage, count, True, "disco") for stage in (1, 2) for count in (1, 3)]
+
+
+def weights_after(
+    model: str, stage: int, count: int, overlaps: bool, name: str, lr: float, steps: int
+) -> dict[str, torch.Tensor]:
+    """Return the weights after some steps, with gradients reduced in several buckets."""
+    zero = {"stage": stage, "reduce_bucket_size": 10_000, "overlap_comm": overlaps}
+    shape = {"global_batch": 4 * count * comm.size(), "micro_batch": 4}
+    config = tiny_config(model, {"zero_optimization": zero}, **shape, optim__name=name)
+    engine = build(config)
+    engine.train()
+    set_lr(engine, lr)
+    for step in range(steps):
+        everything = batches(count * comm.size(), 4, seed=step)
+        mine = everything[comm.rank() * count : (comm.rank() + 1) * count]
+        train_step(engine, build_loss("disco_fused"), mine, prepare, max_scale=1e9)
+    found = masters(engine)
+    engine.destroy()
+    return found
+
+
+def compare_updates(model: str, limit: float, *how: Any) -> None:
+    for _, stage, count, *_ in OVERLAP:
+        overlapped, plain = (
+            weights_after(model, stage, count, overlaps, *how) for overlaps in (True, False)
+        )
+        error = distance(overlapped, plain)
+        assert error <= limit, f"ZeRO {stage}, {count} micro-batches: {error}"
+
+
+# The reductions of a CPU do not run on another stream, so these tests show that the buckets contain the right gradients
+# when backward fills them, and not that a stream waits for another one.
+
+
+def test_overlapped_reductions_change_no_update(tmp_path):
+    """The same bits, because two ranks sum in the same order in every bucket."""
+    run_ranks(compare_updates, 2, write_tiny(tmp_path), 0.0, "adamw", 1e-2, 2)
+
+
+@pytest.mark.slow
+def test_overlapped_reductions_change_no_update_on_four_ranks(tmp_path):
+    """At this learning rate, the weights are the gradient, so the limit is that of a gradient in fp32."""
+    run_ranks(compare_updates, 4, write_tiny(tmp_path), 1e-6, "sgd", 1e6, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_step_with_overlapped_reductions_equals_single_process(size, tmp_path):
+    overlap = BUCKETS | {"deepspeed__zero_optimization__overlap_comm": True}
+    check(size, write_tiny(tmp_path, patch_dropout=0.5), [(OVERLAP, overlap)])
 
 
 def test_step_with_groups_of_pairs(tmp_path):
