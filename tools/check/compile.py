@@ -191,12 +191,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def cases(variant: str, precision: str, arch: int) -> list[triton.Config]:
-    """Return the configurations that the autotuner would time for a large tile with contiguous, aligned rows."""
+    """Return the configurations that the autotuner may time for a large tile with contiguous, aligned rows."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     persistent = arch >= 90 and not variant.startswith("log") and not variant.endswith("+groups")
     args = {"r": torch.empty(0, dtype=dtype), "tuned": 2 + persistent}
     name = "tf32" if precision == "tf32" else "ieee"
-    return kernels.worth_timing(kernels.CONFIGS, args, PRECISION=name, **VARIANTS[variant][1])
+    return kernels.list_fitting(args, PRECISION=name, **VARIANTS[variant][1])
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ so equal block sizes give bitwise equal results. In this package, only triton_ti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,9 +46,9 @@ def _config(
 # matrix multiplication of the other.
 TENSOR_CORES = [
     _config(128, 128, 3, 4),
+    _config(128, 256, 3, 8),
     _config(128, 128, 3, 8),
     _config(128, 128, 4, 4),
-    _config(128, 256, 3, 8),
     _config(256, 128, 3, 8),
     _config(64, 128, 4, 4),
 ]
@@ -82,6 +83,9 @@ def worth_timing(
 ) -> list[triton.Config]:
     """Return the configurations to time for these arguments; only the first one for small tiles.
 
+    For other tiles, these are the first one and, on GPUs that have them, the first persistent one, otherwise the second
+    one. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
+
     args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
     """
     size_class, persistent = divmod(args["tuned"], 2)
@@ -89,6 +93,18 @@ def worth_timing(
         return [_forced]
     if INTERPRETED:
         return [SMALL]
+    fitting = list_fitting(args, **options)
+    if not size_class:
+        return fitting[:1]
+    if os.environ.get("DISCO_TUNE") == "full":
+        return fitting
+    others = [x for x in fitting[1:] if x.kwargs.get("PERSISTENT")] or fitting[1:]
+    return fitting[:1] + others[:1]
+
+
+def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
+    """Return all configurations that suit these arguments; see worth_timing."""
+    persistent = args["tuned"] % 2
     plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
     fitting = PLAIN_CORES if plain else TENSOR_CORES
     if persistent and not plain:
@@ -100,7 +116,7 @@ def worth_timing(
                 for x in fitting
                 if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps
             ]
-    return fitting if size_class else fitting[:1]
+    return fitting
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:

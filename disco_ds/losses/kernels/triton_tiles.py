@@ -2,7 +2,8 @@
 
 torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-The block sizes of a kernel are chosen by timing, once for each size class of large tiles. Two processes may choose
+The block sizes of a kernel are chosen by timing two configurations, or all with DISCO_TUNE=full, once for each size
+class of large tiles. Two processes may choose
 different sizes, so their results may differ by rounding. Under torch.use_deterministic_algorithms, nothing is timed and
 the block sizes are fixed.
 

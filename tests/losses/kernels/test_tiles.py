@@ -326,6 +326,37 @@ def test_configurations_are_chosen_without_timing_where_the_same_bits_are_wanted
 
 
 @pytest.mark.parametrize(
+    ("dtype", "persistent", "flags", "blocks", "num_all"),
+    [
+        (torch.float16, 1, {}, ["128x128", "128x256 persistent"], 8),
+        (torch.float16, 0, {}, ["128x128", "128x256"], 6),
+        (torch.float16, 1, {"SIGMOID": True}, ["128x128", "128x128 persistent"], 3),
+        (torch.float16, 0, {"TWO_WEIGHTS": True}, ["128x128", "64x128"], 2),
+        (torch.float32, 1, {}, ["64x64", "64x128"], 3),
+    ],
+)
+def test_two_configurations_are_timed_or_all(
+    monkeypatch, dtype, persistent, flags, blocks, num_all
+):
+    from disco_ds.losses.kernels import triton_kernels
+
+    def timed() -> list[str]:
+        args = {"r": torch.empty(0, dtype=dtype), "tuned": 2 * 7 + persistent}
+        found = triton_kernels.worth_timing([], args, PRECISION="ieee", **flags)
+        sizes = [x.kwargs for x in found]
+        return [
+            f"{x['BLOCK_M']}x{x['BLOCK_N']}" + " persistent" * x.get("PERSISTENT", False)
+            for x in sizes
+        ]
+
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    assert timed() == blocks
+    monkeypatch.setenv("DISCO_TUNE", "full")
+    assert set(timed()) >= set(blocks)
+    assert len(timed()) == num_all
+
+
+@pytest.mark.parametrize(
     ("n", "D", "multiprocessors", "shape"),
     [
         (32768, 512, 132, (8448, 8448)),
