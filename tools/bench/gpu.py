@@ -5,9 +5,8 @@
     python -m tools.bench.gpu --only "step: *"     measures only training steps (see train_rates.py for other kinds)
 
 The work is divided into slices (slices.py), each of which runs in a separate process. A slice is one loss at one shape,
-or one measurement of training. The most important slices run first: our losses and our training steps. Then come other
-implementations, and finally the slices that take minutes. Results are kept in a file. The tables show all selected
-slices whose results are in the file, including those of earlier calls.
+or one measurement of training. Those in train_rates.FIRST run first, and losses last. Results are kept in a file. The
+tables show all selected slices whose results are in the file, including those of earlier calls.
 
 In the tables of losses, B is the global batch, b the batch of one rank, D the width and s the logit scale. The columns:
   ms          median time of forward and backward, measured with CUDA events; it does not include communication
@@ -57,8 +56,6 @@ class Shape:
     ranks: int
     tiny: int
     """Global batch for --rehearse, a test run that also works on a CPU."""
-    repeats: int = 20
-    seconds: float = 40
     kind: str = "softmax"
 
 
@@ -66,16 +63,6 @@ SHAPES = {
     "one": Shape("B 32,768 on one GPU", 32768, 512, 1, 48),
     "share": Shape("the share of B 196,608 on one of 64 GPUs", 196608, 512, 64, 48 * 4),
     "sigmoid": Shape("the sigmoid loss, B 65,536 on one GPU", 65536, 768, 1, 48, kind="sigmoid"),
-    "4M": Shape(
-        "the share of B 4,194,304 on one of 8 GPUs",
-        4194304,
-        512,
-        8,
-        48 * 4,
-        repeats=3,
-        seconds=150,
-        kind="4M",
-    ),
 }
 
 
@@ -118,7 +105,6 @@ OURS = {
         "siglip, with accuracies": ours("siglip", 3, accuracy=True),
         "siglip, tile 4096 x 8192": ours("siglip", 3, tile=[4096, 8192]),
     },
-    "4M": {"disco_fused": ours("disco_fused"), "inf_cl": ours("inf_cl")},
 }
 PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.SIGMOID)}
 
@@ -140,11 +126,13 @@ def entries(shape: Shape) -> dict[str, Entry]:
 
 def list_slices() -> list[slices.Slice]:
     """Return all slices. The most important ones come first, because the budget may not suffice for all."""
-    losses = {name: slices.Slice(name, SHAPES[key].seconds) for name, key in _losses()}
-    late = [x for name, x in losses.items() if name.startswith("4M")]
-    mine = [x for name, x in losses.items() if x not in late and _is_ours(name)]
-    others = [x for x in losses.values() if x not in mine and x not in late]
-    return [*mine, *train_rates.our_slices(), *others, *train_rates.other_slices(), *late]
+    losses = {name: slices.Slice(name, 40) for name, _ in _losses()}
+    mine = [x for name, x in losses.items() if _is_ours(name)]
+    others = [x for x in losses.values() if x not in mine]
+    first = list(train_rates.FIRST)
+    training = [*train_rates.our_slices(), *train_rates.other_slices()]
+    training.sort(key=lambda x: first.index(x.name) if x.name in first else len(first))
+    return [*training, *mine, *others]
 
 
 def _losses() -> Iterator[tuple[str, str]]:
@@ -200,8 +188,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
             leaf.grad = None
         with bench_loss.Peak() as peak:
             step()
-        repeats = 2 if rehearse else shape.repeats
-        ms, rate = median_ms(step, repeats, warmups=3 if repeats > 3 else 0), matmul_tflops()
+        ms, rate = median_ms(step, *((2, 0) if rehearse else (20, 3))), matmul_tflops()
         flop = entry.units * 2.0 * (batch // ranks) * batch * shape.width
         figures |= {
             "ms": ms,
