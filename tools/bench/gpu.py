@@ -93,8 +93,6 @@ OURS = {
     "softmax": {
         "disco_fused": ours("disco_fused"),
         "disco_fused, with accuracies": ours("disco_fused", accuracy=True),
-        "disco_fused, tile 8192 x 8192": ours("disco_fused", tile=[8192, 8192]),
-        "disco_fused, tile 4096 x 8192": ours("disco_fused", tile=[4096, 8192]),
         "disco_fused, impl torch": ours("disco_fused", impl="torch"),
         "inf_cl": ours("inf_cl"),
         "fastclip_v3": ours("fastclip_v3"),
@@ -103,7 +101,6 @@ OURS = {
     "sigmoid": {
         "siglip": ours("siglip", 3),
         "siglip, with accuracies": ours("siglip", 3, accuracy=True),
-        "siglip, tile 4096 x 8192": ours("siglip", 3, tile=[4096, 8192]),
     },
 }
 PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.SIGMOID)}
@@ -126,19 +123,16 @@ def entries(shape: Shape) -> dict[str, Entry]:
 
 def list_slices() -> list[slices.Slice]:
     """Return all slices. The most important ones come first, because the budget may not suffice for all."""
-    losses = {name: slices.Slice(name, 40) for name, _ in _losses()}
-    mine = [x for name, x in losses.items() if _is_ours(name)]
-    others = [x for x in losses.values() if x not in mine]
+    losses = [
+        slices.Slice(f"{key}: {label}", 40)
+        for key, shape in SHAPES.items()
+        for label in entries(shape)
+    ]
+    losses.sort(key=lambda x: not _is_ours(x.name))
     first = list(train_rates.FIRST)
     training = [*train_rates.our_slices(), *train_rates.other_slices()]
     training.sort(key=lambda x: first.index(x.name) if x.name in first else len(first))
-    return [*training, *mine, *others]
-
-
-def _losses() -> Iterator[tuple[str, str]]:
-    """Yield a pair (name of the slice, key of the shape) for each loss at each shape."""
-    for key, shape in SHAPES.items():
-        yield from ((f"{key}: {label}", key) for label in entries(shape))
+    return [*training, *losses]
 
 
 def _is_ours(name: str) -> bool:

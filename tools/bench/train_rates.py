@@ -21,7 +21,6 @@ import os
 import resource
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -192,8 +191,7 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
     model, how, *rest = label.split(", ")
     compiled = how == "open_clip compiled" or (not how.startswith("open_clip") and not rest)
     config = settings(model, MICRO_BATCHES[model], rehearse=rehearse, model={"compile": compiled})
-    steps, warmups = (2, 1) if rehearse else (10, 4)
-    first_s = None
+    steps, warmups = (2, 1) if rehearse else (10, 5)
     if how.startswith("open_clip"):
         from tools.bench.open_clip_step import step_ms
 
@@ -203,11 +201,6 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
         )
     else:
         step, flops = build_step(config, how)
-        start = time.perf_counter()
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        first_s = time.perf_counter() - start
         ms = time_steps(step, steps, warmups)
     samples_per_s = 1000 * config.micro_batch / statistics.median(ms)
     peak = peak_flops()
@@ -215,7 +208,6 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
         "micro_batch": config.micro_batch,
         "ms": statistics.median(ms),
         "samples_per_s": samples_per_s,
-        "first_s": first_s,
         "gflop": flops / 1e9,
         **({"mfu": samples_per_s * flops / peak} if peak else {}),
         "peak_bytes": peak_bytes(),
