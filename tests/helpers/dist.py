@@ -59,10 +59,12 @@ def run_ranks(
 
 
 def start_server() -> None:
-    """Start the server from which ranks are forked. It has imported torch, DeepSpeed and open_clip, which takes 8
-    s.
+    """Start the server from which ranks are forked, so that no rank repeats its imports (8 s).
+
+    They include what a run imports late: TensorBoard and DeepSpeed's Muon, which imports torch.compile's back end.
     """
-    multiprocessing.set_forkserver_preload(["disco_ds.cli.train"])
+    late = ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.tensorboard"]
+    multiprocessing.set_forkserver_preload(["disco_ds.cli.train", *late, "pytest"])
     multiprocessing.forkserver.ensure_running()
 
 
