@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -59,10 +60,14 @@ def run_ranks(
 
 
 def start_server() -> None:
-    """Start the server from which ranks are forked. It has imported torch, DeepSpeed and open_clip, which takes 8
-    s.
+    """Start the server from which ranks are forked, so that no rank repeats its imports (8 s).
+
+    They include what a run imports late: TensorBoard, matplotlib, and DeepSpeed's Muon, which imports torch.compile's
+    back end.
     """
-    multiprocessing.set_forkserver_preload(["disco_ds.cli.train"])
+    late = ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.tensorboard"]
+    drawing = ["matplotlib.figure", "matplotlib.style", "matplotlib.backends.backend_agg"]
+    multiprocessing.set_forkserver_preload(["disco_ds.cli.train", *late, *drawing, "pytest"])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -111,6 +116,7 @@ def _enter(
     args: tuple[Any, ...],
     joined: bool,
 ) -> None:
+    gc.freeze()  # collections need not scan what the fork server has imported
     # The fork server's environment is older than the test's.
     os.environ.update(environment)
     for stream in (1, 2):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -330,26 +332,35 @@ def step(path: str, towers: str, K: int, precision: str, **changes: Any) -> dict
     return {name: after[name] - before[name] for name in before}
 
 
-def updates(path: str, compiled: bool) -> dict[str, float]:
+ALL_STEPS = list(itertools.product((1, 2, 3), (1, 3), (False, True)))
+"""(ZeRO stage, micro-batches K, activation checkpointing)."""
+
+
+def updates(
+    path: str, cases: Sequence[tuple[int, int, bool]], compiled: bool = False
+) -> dict[str, float]:
     found = {}
-    for zero in (1, 2, 3):
-        for K in (1, 3):
-            for checkpointing in (False, True):
-                if compiled and (zero != 1 or K != 3):
-                    continue
-                settings = {"model__activation_checkpointing": checkpointing, "zero": zero}
-                expected = step(path, "open_clip", K, "fp32", **settings)
-                settings |= {"model__compile": compiled}
-                ours = step(path, "auto", K, "fp32", **settings)
-                found[f"ZeRO {zero}, K {K}, checkpointing {checkpointing}"] = distance(
-                    ours, expected
-                )
+    for zero, K, checkpointing in cases:
+        settings = {"model__activation_checkpointing": checkpointing, "zero": zero}
+        expected = step(path, "open_clip", K, "fp32", **settings)
+        settings |= {"model__compile": compiled}
+        ours = step(path, "auto", K, "fp32", **settings)
+        found[f"ZeRO {zero}, K {K}, checkpointing {checkpointing}"] = distance(ours, expected)
     return found
 
 
-def test_updates_of_two_ranks_equal_those_of_open_clips_towers(tmp_path: Path) -> None:
-    for found in run_ranks(updates, 2, write(tmp_path, "CLIP"), False, timeout_s=300):
-        assert len(found) == 12
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([(1, 3, False), (2, 1, True), (3, 3, True)], id="some"),
+        pytest.param(ALL_STEPS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_of_two_ranks_equal_those_of_open_clips_towers(
+    cases: Sequence[tuple[int, int, bool]], tmp_path: Path
+) -> None:
+    for found in run_ranks(updates, 2, write(tmp_path, "CLIP"), cases, timeout_s=300):
+        assert len(found) == len(cases)
         assert max(found.values()) < 2e-3, found
 
 
@@ -358,7 +369,8 @@ def test_updates_of_two_ranks_equal_those_of_open_clips_towers(tmp_path: Path) -
 def test_updates_of_compiled_blocks_equal_those_of_open_clips_towers(
     name: str, tmp_path: Path
 ) -> None:
-    (found,) = run_ranks(updates, 1, write(tmp_path, name), True, timeout_s=500)
+    compiled = [(1, 3, False), (1, 3, True)]
+    (found,) = run_ranks(updates, 1, write(tmp_path, name), compiled, True, timeout_s=500)
     assert max(found.values()) < 2e-3, found
 
 
@@ -408,7 +420,19 @@ def test_compiling_a_whole_tower_with_checkpointing_is_refused(tmp_path: Path) -
         build(str(path), "auto", compile=True, activation_checkpointing=True)
 
 
-def kernels() -> list[str]:
+LENGTHS: list[tuple[Any, ...]] = [
+    ([50, 50], 2, 64, False, True),
+    ([1, 1], 2, 40, True, True),
+    (np.random.default_rng(0).integers(1, 129, 9).tolist(), 2, 64, True, False),
+    ([17] * 3, 1, 32, False, True),
+    ([77, 77], 1, 104, True, True),
+    ([128], 1, 128, True, True),
+    ([1, 2, 3, 60, 64, 127], 1, 80, True, False),
+]
+"""(lengths, heads, head width, causal, not packed)."""
+
+
+def kernels(cases: list[tuple[Any, ...]]) -> list[str]:
     """Compare the Triton kernels, under Triton's interpreter, with float64, on memory that begins as NaN."""
     from disco_ds.models.fast import tile_kernels
 
@@ -416,16 +440,7 @@ def kernels() -> list[str]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     failures = []
     torch.manual_seed(0)
-    rng = np.random.default_rng(0)
-    for lengths, H, D, causal, equal in (
-        ([50, 50], 2, 64, False, True),
-        ([17] * 3, 1, 32, False, True),
-        ([1, 1], 2, 40, True, True),
-        ([77, 77], 1, 104, True, True),
-        ([128], 1, 128, True, True),
-        (rng.integers(1, 129, 9).tolist(), 2, 64, True, False),
-        ([1, 2, 3, 60, 64, 127], 1, 80, True, False),
-    ):
+    for lengths, H, D, causal, equal in cases:
         tiles = segments = None
         if not equal:
             *_, packing = pack(torch.zeros(len(lengths), 128, dtype=torch.long), np.array(lengths))
@@ -452,9 +467,16 @@ def kernels() -> list[str]:
     return failures
 
 
-def test_kernels_equal_float64(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(LENGTHS[:3], id="some"),
+        pytest.param(LENGTHS[3:], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_equal_float64(monkeypatch, cases: list[tuple[Any, ...]]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (failures,) = run_ranks(kernels, 1, method="spawn", timeout_s=300)
+    (failures,) = run_ranks(kernels, 1, cases, method="spawn", timeout_s=300)
     assert not failures, "\n".join(failures)
 
 
