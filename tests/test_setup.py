@@ -158,6 +158,6 @@ def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_
         "[4, 3, 10, 12] []",
         "[]",
     ]
-    assert "1 shards, 8 samples" in run(
+    assert "1 shard, 8 samples" in run(
         "-m", "disco_ds", "index", tmp_path / "shards", "--workers=0"
     )

@@ -172,7 +172,11 @@ def loss_peak(
         # tile of targets.
         held += b * T * (rows + columns + 4) + 4 * b * D + vectors
         size = math.prod(shape)
-        tile += 4 * size if isinstance(loss, SigLIPLoss) else _tile_bytes(loss, size, device)
+        if isinstance(loss, SigLIPLoss):
+            tile += 4 * size
+            held += vectors  # its value is computed from the products of all pairs
+        else:
+            tile += _tile_bytes(loss, size, device)
     return held + max(tile, chunk, 4 * num_summed * b * D)
 
 

@@ -177,12 +177,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def full_disk(path: Path, disk: Path) -> None:
     ballast = disk / "ballast"
 
-    def config(name: str, *overrides: str, way: str = "false") -> Config:
+    def config(name: str, *overrides: str, steps: int = 5, way: str = "false") -> Config:
         own = [
             f"runs={disk}",
             f"name={name}",
             "checkpoint.every_steps=1",
-            "steps=5",
+            f"steps={steps}",
             f"checkpoint.asynchronous={way}",
         ]
         return load_config(path, [*own, *overrides])
@@ -225,7 +225,7 @@ def full_disk(path: Path, disk: Path) -> None:
         assert [record["step"] for record in records(run.folder)] == [1, 2, 3, 4, 5]
     clear(run)
     # For too long: all stop, and the checkpoint before is whole.
-    said = failure(config("stops", "steps=9"), fill_for_long, comm.AgreedError)
+    said = failure(config("stops", steps=9), fill_for_long, comm.AgreedError)
     expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "free up space")
     saved_at = checkpoint.read(find_latest(disk / "stops"))
     assert saved_at.step == 1

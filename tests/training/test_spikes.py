@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from disco_ds.checkpoints.retention import read_meta
-from disco_ds.config import OptimSettings, load_config
+from disco_ds.config import load_config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import MIN_HISTORY, SAMPLE, effective_rank, features_spread
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
-from disco_ds.training.engine import learning_rate
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
 from helpers.faults import leave_out, start
@@ -238,11 +237,13 @@ def test_quickstart_is_silent_until_its_features_collapse(tmp_path: Path) -> Non
 def rate_too_high(folder: Path) -> None:
     """From step 71 on the learning rate is 100 times too high."""
 
-    def rate(step: int, num_steps: int, peak: float, settings: OptimSettings) -> float:
-        return learning_rate(step, num_steps, peak, settings) * (100 if step >= 70 else 1)
+    learning_rate = Run.learning_rate
+
+    def rate(run: Run, step: int) -> float:
+        return learning_rate(run, step) * (100 if step >= 70 else 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disco_ds.training.loop.learning_rate", rate)
+        patch.setattr(Run, "learning_rate", rate)
         found = quickstart(folder, 0, "samples=null", "steps=80", "log.every_steps=2")
     assert found.keys() == {"loss_spike", "grad_norm_spike", "image_collapse", "text_collapse"}, (
         found
