@@ -40,6 +40,9 @@ TAUGHT = ("clip", "disco", "disco_fused", "inf_cl", "siglip")
 """Losses that learn from a teacher."""
 
 
+StoredField = Annotated[str, Field(pattern=r"^[\w.-]+(\[[^\[\]]+\])*$")]
+
+
 class LossSettings(Settings):
     """The loss and its options."""
 
@@ -51,18 +54,61 @@ class LossSettings(Settings):
 
 
 class TeacherSettings(Settings):
-    """A teacher: a frozen open_clip model whose similarities are soft targets for the loss."""
+    """A teacher, whose similarities are soft targets for the loss: a frozen model, or stored embeddings."""
 
-    model: str
+    model: str | None = None
     """Name of an open_clip model, or the path of a model config or folder, as in model.name."""
-    pretrained: Path
+    pretrained: Path | None = None
     """The teacher's weights, as in model.pretrained."""
+    image: StoredField | None = None
+    """Instead of a model: where a sample's image embeddings are stored, such as img.npy, npz[image_emb] or
+    pth.gz[image_emb]. The array is [D], for any augmentation of the image, or [n, D], for n augmentations. In epoch e,
+    the image is augmented as for row e mod n: with the augmentation that `disco-ds embed` used, or with
+    teacher.replay."""
+    text: StoredField | None = None
+    """Where a sample's text embeddings are stored, such as txt.npy. The array is [D], or [m, D] for the m captions that
+    data.captions can produce, in the order of the templates and, for `[*]`, of the items."""
+    replay: StoredField | None = None
+    """Where the augmentations of the rows of teacher.image are recorded in DataCompDR's format: paug.json[param_aug].
+    Each is repeated with torchvision's operations. Null: they are those of `disco-ds embed`."""
+    widths: tuple[PositiveCount, ...] | None = None
+    """Widths of the embeddings of several teachers, which are stored side by side, such as [768, 768]. Each is
+    normalized. The target is the mean of the teachers' softmaxes. Null: one teacher, with the width of the first
+    sample."""
+    scale: tuple[PositiveFloat, ...] | PositiveFloat = 100.0
+    """Logit scale of stored embeddings, or a list with the scale of each teacher. A model has its own."""
+    bias: float | None = None
+    """Logit bias of stored embeddings. loss.name=siglip needs it."""
     weight: float = Field(1.0, ge=0, le=1)
     """Weight of the teacher's targets in the loss. The weight of the pairs is 1 - weight."""
 
+    @model_validator(mode="after")
+    def _check_kind(self) -> TeacherSettings:
+        given = self.model_fields_set - {"weight"}
+        if self.model and self.pretrained and given <= {"model", "pretrained"}:
+            return self
+        if not (self.image and self.text) or given & {"model", "pretrained"}:
+            raise ValueError(
+                "a teacher has either model and pretrained, or image and text, which name stored embeddings"
+            )
+        if len(self.scales) != len(self.widths or (0,)):
+            raise ValueError(
+                "set one teacher.scale for all teachers, or one for each of teacher.widths"
+            )
+        return self
+
     @property
-    def settings(self) -> ModelSettings:
-        """The teacher as a model."""
+    def scales(self) -> tuple[float, ...]:
+        """The logit scale of each teacher."""
+        if isinstance(self.scale, tuple):
+            return self.scale
+        return (self.scale,) * len(self.widths or (0,))
+
+    @property
+    def settings(self) -> ModelSettings | None:
+        """The teacher as a model; None if its embeddings are stored."""
+        if self.model is None:
+            return None
         return ModelSettings(name=self.model, pretrained=self.pretrained)
 
 
@@ -283,8 +329,8 @@ class Config(Settings):
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     teacher: TeacherSettings | None = None
-    """Train with soft targets from a frozen model; see docs/teachers.md. The loss must be clip, disco, disco_fused,
-    inf_cl or siglip. Null: no teacher."""
+    """Train with soft targets from a frozen model or from stored embeddings; see docs/teachers.md. The loss must be
+    clip, disco, disco_fused, inf_cl or siglip. Null: no teacher."""
     data: DataSettings
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -315,6 +361,15 @@ class Config(Settings):
             raise ValueError(
                 "a teacher needs captions: model.two_views and synthetic data have none"
             )
+        if self.teacher and self.teacher.image:
+            if self.loss.name == "siglip" and self.teacher.bias is None:
+                raise ValueError(
+                    "set teacher.bias: loss.name=siglip needs the teacher's logit bias"
+                )
+            if self.teacher.replay and self.data.augment.is_random:
+                raise ValueError(
+                    "remove data.augment: with teacher.replay, the stored embeddings are those of images without it"
+                )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ import string
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -25,8 +26,10 @@ Members = Mapping[str, Any]
 images."""
 Picture = bytes | Image.Image
 """An encoded image, or a decoded one if data.transforms decoded it."""
-_KEYS = re.compile(r"[^\[\]]+")
+KEYS = re.compile(r"[^\[\]]+")
 """Matches each part of a template field: the name of the member, and the keys in brackets."""
+_UNFILLED = (LookupError, TypeError, AttributeError, ValueError)
+"""Errors of a template whose fields are missing or cannot be used."""
 _MAX_CAPTION = 2**14
 """Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
@@ -51,9 +54,48 @@ def pick_caption(
     Raises:
         BrokenSample: See fill_template.
     """
+    return fill_template(_pick_template(weights, uniform), members, item)
+
+
+def _pick_template(weights: dict[str, float], uniform: float) -> str:
     ends = list(accumulate(weights.values()))
-    number = bisect_right(ends, uniform * ends[-1])
-    return fill_template(list(weights)[number], members, item)
+    return list(weights)[bisect_right(ends, uniform * ends[-1])]
+
+
+def number_caption(
+    weights: dict[str, float], members: Members, uniform: float, item: float
+) -> tuple[int, int]:
+    """Return the number of the caption that pick_caption returns, and how many captions the templates can produce.
+
+    The captions are numbered in the order of the templates. A template with `[*]` produces one per item of the list. A
+    template whose fields the sample lacks produces none.
+    """
+    chosen = _pick_template(weights, uniform)
+    number = total = 0
+    for template in weights:
+        draws = _Draws(item)
+        try:
+            _fill(template, members, draws)
+        except _UNFILLED:
+            continue
+        if template == chosen:
+            number = total + draws.number
+        total += draws.count
+    return number, total
+
+
+def list_captions(weights: dict[str, float], members: Members) -> list[str]:
+    """Return all captions that the templates can produce, in the order of number_caption."""
+    found = []
+    for template in weights:
+        draws = _Draws(0.0)
+        try:
+            _fill(template, members, draws)
+        except _UNFILLED:
+            continue
+        items = ((k + 0.5) / draws.count for k in range(draws.count))
+        found += [fill_template(template, members, item) for item in items]
+    return found
 
 
 def list_fields(template: str) -> set[str]:
@@ -78,23 +120,38 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
-        text, draws = "", [item]
-        for literal, field, _, _ in string.Formatter().parse(template):
-            text += literal
-            if field is not None:
-                text += _fill_field(field, members, draws)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        text = _fill(template, members, _Draws(item))
+    except _UNFILLED as error:
         raise BrokenSample(f"{what} {template!r}: {type(error).__name__}: {error}{seen}") from None
     if not text.strip():
         raise BrokenSample(f"{what} {template!r} is empty{seen}")
     return text.strip()
 
 
-def _fill_field(field: str, members: Members, draws: list[float]) -> str:
-    """Return the text of the first alternative of a field that is not missing, null, NaN or blank.
+@dataclass
+class _Draws:
+    """The choices of items of lists."""
 
-    `draws` is explained in _look_up.
-    """
+    uniform: float
+    """The random number in [0, 1) for the next `[*]`. Each `[*]` replaces it."""
+    number: int = 0
+    """Number of the combination of items that was chosen."""
+    count: int = 1
+    """Number of combinations."""
+
+
+def _fill(template: str, members: Members, draws: _Draws) -> str:
+    """Fill a template. Raises one of _UNFILLED."""
+    text = ""
+    for literal, field, _, _ in string.Formatter().parse(template):
+        text += literal
+        if field is not None:
+            text += _fill_field(field, members, draws)
+    return text
+
+
+def _fill_field(field: str, members: Members, draws: _Draws) -> str:
+    """Return the text of the first alternative of a field that is not missing, null, NaN or blank."""
     *others, last = field.split("|")
     for name in others:
         # Ignore only missing values. Any other error makes the sample broken.
@@ -105,16 +162,14 @@ def _fill_field(field: str, members: Members, draws: list[float]) -> str:
     return _look_up(last, members, draws)
 
 
-def _look_up(name: str, members: Members, draws: list[float]) -> str:
+def _look_up(name: str, members: Members, draws: _Draws) -> str:
     """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
-
-    draws[0] is the random number for the next `[*]`. Each `[*]` replaces it.
 
     Raises:
         LookupError: If it is missing, null, NaN or infinite.
         ValueError: If it is a list, an object or a boolean.
     """
-    member, *keys = _KEYS.findall(name)
+    member, *keys = KEYS.findall(name)
     value = members[member]
     if isinstance(value, bytes):
         value = json.loads(value) if member.rpartition(".")[2] == "json" else value.decode("utf-8")
@@ -125,10 +180,12 @@ def _look_up(name: str, members: Members, draws: list[float]) -> str:
             if not isinstance(value, list):
                 raise ValueError(f"{{{name}}} is not a list")
             # If the list is empty, this raises IndexError, which is a LookupError.
-            place = draws[0] * len(value)
+            place = draws.uniform * len(value)
+            draws.number = draws.number * len(value) + int(place)
+            draws.count *= max(len(value), 1)
             value = value[int(place)]
             # For any drawn item, the fractional part is again uniform in [0, 1), so the next `[*]` is independent.
-            draws[0] = place % 1
+            draws.uniform = place % 1
         else:
             value = value[int(key) if isinstance(value, list) else key]
     if value is None or (isinstance(value, float) and not math.isfinite(value)):

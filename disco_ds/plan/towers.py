@@ -250,6 +250,8 @@ def trace(
             student = replace(student, flops=mean.flops, replay_flops=mean.replay_flops)
         if config.teacher is None:
             return student
+        if config.teacher.settings is None:  # its embeddings are stored
+            return replace(student, teacher_width=sum(config.teacher.widths or (student.width,)))
         # The teacher runs once per micro-batch, before the student's forward, and without a graph.
         own = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
         teacher = _trace(own, m, like_gpu, assumed)

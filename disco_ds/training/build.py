@@ -49,6 +49,7 @@ from disco_ds.data import (
     merge_states,
 )
 from disco_ds.data.sources.listing import refuse_remote
+from disco_ds.data.sources.load import measure_stored
 from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.heartbeat import Heartbeat
@@ -90,7 +91,13 @@ from disco_ds.training.engine import (
     learning_rate,
     prepare,
 )
-from disco_ds.training.teacher import FrozenTeacher, are_equal, hash_weights
+from disco_ds.training.teacher import (
+    FrozenTeacher,
+    RunTeacher,
+    StoredTeacher,
+    are_equal,
+    hash_weights,
+)
 
 logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
@@ -204,7 +211,7 @@ def build(
         unattended = True
     check_settings(config)
     loss, sources, sets = load_loss_and_data(config)
-    teacher = build_teacher(config, loss) if config.teacher else None
+    teacher = build_teacher(config, loss, sources) if config.teacher else None
     identify_stage = identify(config, sources, teacher)
     recipe = config.with_samples(count_epoch(config.data, sources))
     folder, saved = None, None
@@ -221,7 +228,7 @@ def build(
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
     if teacher:
-        description += f"\nteacher: {teacher.identity['model']}; {teacher.description}"
+        description += f"\nteacher: {teacher.description}"
     loader = build_loader(config, sources, model, tokenizer, image, share, saved, teacher)
     stack.callback(loader.close)
     if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
@@ -345,7 +352,7 @@ def build_loader(
     image: ImageSpec,
     share: HostShare,
     saved: Saved | None,
-    teacher: FrozenTeacher | None,
+    teacher: RunTeacher | None,
 ) -> Loader:
     """Build this rank's loader, at the position of the checkpoint if there is one. Collective."""
     position = None
@@ -354,7 +361,9 @@ def build_loader(
         position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     device = comm.local_device()
     form = SampleForm(image, tokenizer, *read_text_size(model))
-    if teacher and not are_equal(teacher.tokenizer, tokenizer):
+    if isinstance(teacher, StoredTeacher):
+        form = replace(form, stored=teacher.stored)
+    elif teacher and not are_equal(teacher.tokenizer, tokenizer):
         length = read_text_size(teacher.model)[0]
         form = replace(form, teacher_tokenize=teacher.tokenizer, teacher_length=length)
     with comm.all_or_none("data"):
@@ -391,7 +400,8 @@ def check_without_data(config: Config) -> None:
     if config.optim.factory:
         load_custom(config.optim.factory)
     settings = config.model
-    for each in (settings, *([config.teacher.settings] if config.teacher else [])):
+    teacher = config.teacher and config.teacher.settings
+    for each in (settings, *([teacher] if teacher else [])):
         read_architecture(each)
         find_weights(register_config(each.name), each)
     warn_of_random_tower(settings)
@@ -478,15 +488,21 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
     return model, tokenizer, f"towers: {', '.join(parts)}"
 
 
-def build_teacher(config: Config, loss: Loss) -> FrozenTeacher:
+def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeacher:
     """Build the teacher on this rank's device, in the precision of the run. Collective."""
     settings = config.teacher
     assert settings is not None
+    if settings.settings is None:
+        image = settings.image or ""
+        measure = partial(measure_stored, config.data, sources, image)
+        width = 0 if settings.widths else comm.from_rank_0("teacher", measure)
+        return StoredTeacher(settings, width, comm.local_device())
     # The initial bias for this batch is -log(1), so a bias that the weights do not have is 0.
     own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
     model, tokenizer, description = build_towers(own, loss, restored=False)
-    identity = settings.model_dump(mode="json", exclude={"pretrained"})
+    identity = settings.model_dump(mode="json", include={"model", "weight"})
     identity["weights"] = hash_weights(model)
+    description = f"{settings.model}; {description}"
     placed: Any = model.to(comm.local_device())
     scale = placed.logit_scale.detach().float().exp()
     bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
@@ -516,7 +532,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
 
 
 def identify(
-    config: Config, sources: list[Source], teacher: FrozenTeacher | None
+    config: Config, sources: list[Source], teacher: RunTeacher | None
 ) -> Callable[[Config], dict[str, Any]]:
     """Return a function that takes a stage's settings and returns what must stay the same on resume. Collective.
 

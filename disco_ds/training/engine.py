@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from disco_ds.config import Config, OptimSettings
 from disco_ds.data import MicroBatch, augment
+from disco_ds.data.stored import VIEW_SEED, unpack
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
@@ -31,7 +32,7 @@ from disco_ds.models.param_groups import parameter_groups
 from disco_ds.names import load_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng
 from disco_ds.training.muon import Muon
-from disco_ds.training.teacher import FrozenTeacher
+from disco_ds.training.teacher import RunTeacher
 
 Prepare = Callable[[Any], tuple[Any, ...]]
 """Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
@@ -43,10 +44,13 @@ is optional. Repeated calls with the same micro-batch return the same values."""
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
-    The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
-    equal inputs.
+    The augmentation depends only on (seed, epoch, sample id), or on what is stored with the sample, so both forwards of
+    a micro-batch get equal inputs.
     """
-    view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
+    drawn = batch.epoch, batch.index, config.seed
+    if batch.stored is not None:
+        drawn = *unpack(batch.stored)[:2], VIEW_SEED
+    view = partial(augment, batch.image, *drawn, config.data.augment)
     text = view(view=1) if config.model.two_views else Texts(batch.text, batch.lengths)
     inputs = view(), text, batch.index
     return (*inputs, batch.group_id) if config.data.group_by else inputs
@@ -73,7 +77,7 @@ class EngineTowers:
         teacher: Runs on each micro-batch in the first forward.
     """
 
-    def __init__(self, engine: Engine, prepare: Prepare, teacher: FrozenTeacher | None = None):
+    def __init__(self, engine: Engine, prepare: Prepare, teacher: RunTeacher | None = None):
         self.engine = engine
         self.prepare = prepare
         self.teacher = teacher
@@ -85,7 +89,7 @@ class EngineTowers:
         image, text, index, *group_id = self.prepare(batch)
         # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
         ids = [x.clone() for x in (index, *group_id)]
-        teacher = self.teacher(image, text, batch.teacher_text) if self.teacher else None
+        teacher = self.teacher(image, text, batch) if self.teacher else ()
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower

@@ -87,8 +87,8 @@ class MicroFeatures:
     rng: Rng
     group_id: Tensor | None = None
     """[m] group ids, see Embeddings."""
-    teacher: Teacher | None = None
-    """The teacher's features, without a graph."""
+    teacher: Sequence[Teacher] = ()
+    """The teachers' features, without a graph."""
 
     def detach(self) -> MicroFeatures:
         """Return the same features without their autograd graph."""
@@ -163,18 +163,18 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
         bias=None if biases[-1] is None else leaf(biases[-1], biases[-1]),
         index=join([part.index for part in parts]),
         group_id=join([part.group_id for part in parts]),
-        teacher=_join_teacher([part.teacher for part in parts if part.teacher]),
+        teacher=[
+            _join_teacher(each) for each in zip(*(part.teacher for part in parts), strict=True)
+        ],
     )
 
 
-def _join_teacher(parts: Sequence[Teacher]) -> Sequence[Teacher]:
-    """Concatenate the teacher's features of all micro-batches. Its scale and bias are constants."""
-    if not parts:
-        return ()
+def _join_teacher(parts: Sequence[Teacher]) -> Teacher:
+    """Concatenate a teacher's features of all micro-batches. Its scale and bias are constants."""
     image, text = (
         torch.cat(side) for side in zip(*((t.image, t.text) for t in parts), strict=True)
     )
-    return [replace(parts[0], image=image, text=text)]
+    return replace(parts[0], image=image, text=text)
 
 
 def surrogates(

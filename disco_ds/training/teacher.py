@@ -1,4 +1,4 @@
-"""The teacher of a run: a frozen model whose features are soft targets for the loss. docs/teachers.md shows its use."""
+"""The teacher of a run, whose features are soft targets for the loss. docs/teachers.md shows its use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from disco_ds.config.recipe import TeacherSettings
+from disco_ds.data import MicroBatch
+from disco_ds.data.stored import StoredEmbeddings, unpack
 from disco_ds.losses import Teacher
 from disco_ds.models.clip import Texts, read_preprocessing
 
@@ -44,23 +47,59 @@ class FrozenTeacher:
         self.size = tuple(read_preprocessing(model).size)
 
     @torch.no_grad()
-    def __call__(self, image: Tensor, text: Tensor | Texts, teacher_text: Tensor | None) -> Teacher:
+    def __call__(self, image: Tensor, text: Tensor | Texts, batch: MicroBatch) -> list[Teacher]:
         """Compute the features of a micro-batch.
 
         Args:
             image: [m, 3, H, W], the augmented images that the student sees, uint8 or in [0, 1]. They are resized to the
                 teacher's image size, and normalized as the teacher expects.
             text: The student's tokens, [m, L].
-            teacher_text: The teacher's tokens, [m, L'], if its tokenizer differs from the student's.
+            batch: The micro-batch. It has the teacher's tokens, if its tokenizer differs from the student's.
         """
         if image.shape[2:] != self.size:
             pixels = image / 255 if image.dtype == torch.uint8 else image
             image = F.interpolate(pixels, self.size, mode="bicubic", antialias=True).clamp_(0, 1)
-        if teacher_text is not None:
-            text = Texts(teacher_text, None)
+        if batch.teacher_text is not None:
+            text = Texts(batch.teacher_text, None)
         inputs = text if isinstance(text, Texts) else Texts(text, None)
         rows, texts, *_ = self.model(image=image, **inputs._asdict())
-        return Teacher(rows, texts, self.scale, self.bias)
+        return [Teacher(rows, texts, self.scale, self.bias)]
+
+
+class StoredTeacher:
+    """Takes the features of one or several teachers from the micro-batch, whose samples contain them.
+
+    Args:
+        settings: Settings of the teacher.
+        width: Width of the stored embeddings.
+        device: The device of the features.
+    """
+
+    description = "stored embeddings"
+
+    def __init__(self, settings: TeacherSettings, width: int, device: torch.device):
+        self.widths = list(settings.widths or (width,))
+        self.stored = StoredEmbeddings(
+            settings.image or "", settings.text or "", settings.replay, sum(self.widths)
+        )
+        self.scales = [torch.tensor([scale], device=device) for scale in settings.scales]
+        bias = settings.bias
+        self.bias = None if bias is None else torch.tensor([bias], device=device)
+        self.identity = settings.model_dump(mode="json", exclude={"model", "pretrained"})
+        self.identity["widths"] = self.widths
+
+    def __call__(self, image: Tensor, text: Tensor | Texts, batch: MicroBatch) -> list[Teacher]:
+        """Return the teachers' features of a micro-batch, normalized."""
+        assert batch.stored is not None
+        _, _, embeddings = unpack(batch.stored)
+        found = []
+        for part, scale in zip(embeddings.split(self.widths, 2), self.scales, strict=True):
+            rows, texts = F.normalize(part, dim=2).unbind(1)
+            found.append(Teacher(rows, texts, scale, self.bias))
+        return found
+
+
+RunTeacher = FrozenTeacher | StoredTeacher
 
 
 def are_equal(tokenizer: Any, other: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -14,13 +16,15 @@ from torch.nn import functional as F
 
 from disco_ds.checkpoints.retention import list_complete
 from disco_ds.config import load_config
+from disco_ds.data import index_shards, write_manifest
+from disco_ds.data.stored import unpack
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
 from helpers.launched import equal_checkpoints, records
-from helpers.tiny_run import expect, recipe, refused
+from helpers.tiny_run import expect, image_sample, recipe, refused, write_shard
 from helpers.towers import BPE_SIZE, TINY, distance, masters
 
 
@@ -148,18 +152,113 @@ def formula(path: Path, to: Path) -> None:
     torch.save({name: -factor * gradient for name, gradient in update}, to)
 
 
+def write_stored(folder: Path) -> dict[str, Any]:
+    """Shards with the embeddings of two teachers, three augmentations and two captions, and their recipe."""
+    generator = np.random.default_rng(0)
+
+    def array(rows: int) -> bytes:
+        buffer = io.BytesIO()
+        np.save(buffer, generator.standard_normal((rows, 12)).astype("float16"))
+        return buffer.getvalue()
+
+    folder.mkdir()
+    for shard in range(4):
+        samples = [
+            image_sample(8 * shard + k)
+            | {"alt": b"other %d" % k, "i.npy": array(3), "t.npy": array(2)}
+            for k in range(8)
+        ]
+        write_shard(folder / f"{shard}.tar", samples)
+    write_manifest(index_shards(folder))
+    teacher = {
+        "image": "i.npy",
+        "text": "t.npy",
+        "widths": [8, 4],
+        "scale": [20.0, 5.0],
+        "weight": 0.4,
+    }
+    data = {"shards": str(folder), "image_key": "png", "workers": 0, "slots": 4}
+    augment = {"rotate_degrees": 10.0}
+    captions = {"{txt}": 1.0, "{alt}": 1.0}
+    return {"teacher": teacher, "data": data | {"captions": captions, "augment": augment}}
+
+
+def stored_formula(path: Path, to: Path) -> None:
+    """The update, with the loss written out in float64 on the stored arrays."""
+    with ExitStack() as stack:
+        run = start(path, ["name=stored-formula", "steps=1", "micro_batch=16", *SGD], stack)
+        run.loader.start_step()
+        (batch,) = run.loader.first_pass()
+        assert batch.stored is not None
+        image, text, *_ = run.towers.prepare(batch)
+        _, _, embeddings = unpack(batch.stored)
+        targets = []
+        for side in (0, 1):
+            found = []
+            for part, scale in zip(embeddings.double().split([8, 4], 2), (20.0, 5.0), strict=True):
+                rows, columns = (F.normalize(x, dim=1) for x in (part[:, side], part[:, 1 - side]))
+                found.append((scale * rows @ columns.T).softmax(1))
+            targets.append(sum(found) / 2)
+        student = run.engine.module.double()
+        image, text, scale, _ = student(image.double(), text.text)
+        x = (scale * image @ text.T).double()
+        sides = [x.log_softmax(1), x.T.log_softmax(1)]
+        pairs = -sum(side.diagonal().mean() for side in sides) / 2
+        taught = -sum((t * s).sum(1).mean() for t, s in zip(targets, sides, strict=True)) / 2
+        parameters = dict(student.named_parameters())
+        gradients = torch.autograd.grad(0.6 * pairs + 0.4 * taught, list(parameters.values()))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        clip = run.config.optim.clip_norm
+        factor = min(1.0, clip / norm.item()) if clip else 1.0
+    update = zip(parameters, gradients, strict=True)
+    torch.save({name: -factor * gradient for name, gradient in update}, to)
+
+
+def test_stored_embeddings_of_two_teachers_give_the_update_of_the_formula(tmp_path: Path) -> None:
+    path = recipe(tmp_path, **write_stored(tmp_path / "shards"))
+    run_ranks(stored_formula, 1, path, tmp_path / "formula.pt")
+    for error in run_ranks(accumulated, 2, path, tmp_path / "formula.pt"):
+        assert error < 2e-5
+
+
+def resume_stored(path: Path) -> None:
+    whole = run_steps(path, ["name=whole"])
+    run_steps(path, ["name=part", "stages=[]", "steps=4"])
+    folder = path.parent / "runs" / "part" / CHECKPOINTS
+    with ExitStack() as stack:
+        resumed = start(path, ["name=part"], stack, str(folder / "step-00000002"))
+        train(resumed)
+    comm.barrier()
+    if comm.rank() == 0:
+        equal_checkpoints(*(run.folder / CHECKPOINTS / "step-00000004" for run in (whole, resumed)))
+    config = load_config(path, ["name=part", "teacher.scale=[20,6]"])
+    expect(refused(config, str(folder / "step-00000002")), "teacher.scale")
+
+
+def test_run_with_stored_embeddings_resumes_to_the_bit(tmp_path: Path) -> None:
+    path = recipe(tmp_path, **write_stored(tmp_path / "shards"))
+    run_ranks(resume_stored, 2, path)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"loss": {"name": "nt_xent"}}, "a teacher needs loss.name=clip or disco"),
         ({"loss": {"options": {"teacher_weight": 0.5}}}, "teacher.weight sets it"),
         ({"data": {"source": "synthetic"}}, "synthetic data have none"),
+        ({"teacher": {"model": "ViT-B-32"}}, "either model and pretrained, or image and text"),
+        ({"teacher": {"image": "i.npy", "text": "t.npy", "model": "x"}}, "either model and"),
+        ({"teacher": {"image": "i.npy", "text": "t.npy", "scale": [1, 2]}}, "one for each of"),
+        (
+            {"teacher": {"image": "i.npy", "text": "t.npy"}, "loss": {"name": "siglip"}},
+            "set teacher.bias",
+        ),
     ],
 )
 def test_recipe_that_cannot_have_a_teacher_is_refused(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    teacher = {"model": "ViT-B-32", "pretrained": "openai"}
-    path = recipe(tmp_path, teacher=teacher, **changes)
+    teacher = {"teacher": {"model": "ViT-B-32", "pretrained": "openai"}}
+    path = recipe(tmp_path, **teacher | changes)
     with pytest.raises(ValueError, match=words):
         load_config(path)

@@ -156,8 +156,8 @@ class Loader:
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
         self._context = form.context_length
-        width = form.context_length + form.teacher_length
-        layout = lay_out(share.micro_batch, form.image.size, width)
+        self._stored = form.stored is not None
+        layout = lay_out(share.micro_batch, form.image.size, form.row_length)
         most = int(staging.most_bytes // count_bytes(layout))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
         # The buffers are allocated first, because the workers inherit them.
@@ -359,8 +359,10 @@ class Loader:
         )
 
     def _split(self, batch: MicroBatch, lengths: np.ndarray | None) -> MicroBatch:
-        """Separate the tokens of the model from those of the teacher, which follow them in the same rows."""
+        """Separate the tokens of the model from those of the teacher, or its embeddings, in the same rows."""
         text, others = batch.text[:, : self._context], batch.text[:, self._context :]
+        if self._stored:
+            return replace(batch, text=text, lengths=lengths, stored=others)
         return replace(
             batch, text=text, lengths=lengths, teacher_text=others if others.shape[1] else None
         )

@@ -28,11 +28,13 @@ class MicroBatch:
     wait for the device."""
     teacher_text: Tensor | None = None
     """[m, L'] int64, the tokens of a teacher whose tokenizer differs from the model's; None if there is none."""
+    stored: Tensor | None = None
+    """[m, 2 + D] int64, the packed embeddings of a teacher (see stored.unpack); None if there are none."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        others = ("lengths", "teacher_text")
+        others = ("lengths", "teacher_text", "stored")
         return {name: value for name, value in vars(self).items() if name not in others}
 
     def copy_(self, source: MicroBatch) -> None:

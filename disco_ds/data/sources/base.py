@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from disco_ds.data.images.decode import (
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.tar import TarReader
+from disco_ds.data.stored import VIEW_SEED, StoredEmbeddings, read_lesson, replay
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
@@ -59,6 +60,15 @@ class SampleForm:
     model's tokens in the same row of a micro-batch."""
     teacher_length: int = 0
     """Number of tokens per caption of teacher_tokenize."""
+    stored: StoredEmbeddings | None = None
+    """Where the embeddings of a teacher are stored; None if there are none. They follow the model's tokens, packed as
+    Lesson.pack does."""
+
+    @property
+    def row_length(self) -> int:
+        """Number of int64 values of a sample's row of tokens."""
+        packed = 2 + self.stored.width if self.stored else 0
+        return self.context_length + self.teacher_length + packed
 
 
 class Reader(Protocol):
@@ -165,12 +175,11 @@ class Samples:
             DataError: If the tokenizer returns the wrong shape.
             Exception: Any other exception of a custom Reader. The caller treats it like BrokenSample.
         """
-        members: Members = self._reader.read(shard, entry)
-        # The first random numbers of the row determine the crop; the last two select the caption.
-        numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 2, CROP_COLUMN)
+        members = self.read_members(shard, entry)
+        replayed = None
         with breaks_sample():
-            if self._selection:
-                members = self._selection.apply(members, lambda: self.name(shard, entry))
+            # The first random numbers of the row determine the crop; the last two select the caption.
+            numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 2, CROP_COLUMN)
             template, item = numbers[CAPTION_COLUMN:]
             caption = pick_caption(self.settings.captions, members, template, item)
             data = find_image(members, self.settings.image_key)
@@ -179,23 +188,47 @@ class Samples:
             text = self.form.tokenize(short)
             if self.form.teacher_tokenize:
                 text = torch.cat([text, self.form.teacher_tokenize(short)], 1)
-        expected = 1, self.form.context_length + self.form.teacher_length
+            if self.form.stored:
+                drawn, place = (template, item), (self.seed, epoch, index)
+                templates = self.settings.captions
+                try:
+                    lesson = read_lesson(self.form.stored, members, templates, drawn, data, place)
+                except DataError as error:
+                    raise DataError(f"{self.name(shard, entry)}: {error}") from None
+                text = torch.cat([text, lesson.pack()], 1)
+                replayed = lesson.replayed
+                numbers = keyed_row(VIEW_SEED, lesson.view, lesson.key, NUM_CROP_NUMBERS)
+        expected = 1, self.form.row_length
         if text.shape != expected:
             raise DataError(
                 f"the tokenizer returned shape {tuple(text.shape)} for one caption, but the model expects "
                 f"{expected}; build the tokenizer and the model from the same config"
             )
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
-        return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0], group_id
+        decode = partial(self.decode, data, numbers[:NUM_CROP_NUMBERS], replayed)
+        return decode, text[0], group_id
+
+    def read_members(self, shard: int, entry: int) -> Members:
+        """Return the members of a sample, after data.uids, data.filter and data.transforms. Raises like `read`."""
+        members: Members = self._reader.read(shard, entry)
+        with breaks_sample():
+            if self._selection:
+                members = self._selection.apply(members, lambda: self.name(shard, entry))
+        return members
 
     def count(self, shard: int) -> int:
         """Open a tar shard, and return its number of samples."""
         assert isinstance(self._reader, TarReader)
         return self._reader.count(shard)
 
-    def _decode(self, data: Picture, uniform: Sequence[float]) -> Tensor:
+    def decode(
+        self, data: Picture, uniform: Sequence[float], replayed: list[Any] | None = None
+    ) -> Tensor:
+        """Decode an image to [3, H, W] uint8, with a random crop or the recorded augmentation."""
         settings, spec = self.settings, self.form.image
         with breaks_sample():
+            if replayed:
+                return replay(decode_image(data, settings.max_pixels), spec, replayed)
             if settings.crop_scale is None:
                 return resize_for_evaluation(decode_image(data, settings.max_pixels), spec)
             pixels = decode_pixels(data, settings.max_pixels)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
+from disco_ds.data.errors import BrokenSample, breaks_sample
 from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS
 from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
@@ -20,7 +21,11 @@ from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
 from disco_ds.data.sources.selection import Selection, count_uids
 from disco_ds.data.sources.synthetic import SyntheticSource
+from disco_ds.data.stored import read_array
 from disco_ds.names import load_custom, plural
+
+_NUM_MEASURED = 100
+"""Maximum number of samples that are read to find the width of stored embeddings."""
 
 
 def load_sources(settings: DataSettings) -> list[Source]:
@@ -179,3 +184,30 @@ def open_sources(
         source.open_samples(settings.settings_of(part), form, seed, num_slots)
         for part, source in zip(settings.parts, sources, strict=True)
     ]
+
+
+def measure_stored(settings: DataSettings, sources: Sequence[Source], image: str) -> int:
+    """Return the width of the teacher's embeddings that are stored with the first samples.
+
+    Args:
+        settings: Settings of the data.
+        sources: The sources.
+        image: The field of the image embeddings.
+
+    Raises:
+        ValueError: If none of the first samples has embeddings.
+        OSError: If the first shard cannot be read.
+    """
+    reason = "there is no sample"
+    form: Any = None
+    samples = Samples(sources[0], settings.settings_of(settings.parts[0]), form, 0, 1)
+    try:
+        for entry in range(_NUM_MEASURED):
+            try:
+                with breaks_sample(OSError):
+                    return read_array(image, samples.read_members(0, entry), {}).shape[-1]
+            except BrokenSample as error:
+                reason = str(error)
+    finally:
+        samples.close()
+    raise ValueError(f"none of the first {_NUM_MEASURED} samples has stored embeddings: {reason}")

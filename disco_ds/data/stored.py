@@ -1,0 +1,196 @@
+"""A teacher's embeddings that are stored with the samples, and the augmentations for which they were computed.
+
+Members may be `.npy`, `.npz`, `.pth` or `.pth.gz`. The last two hold a dictionary of tensors, as in Apple's DataCompDR.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from gzip import GzipFile
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from disco_ds.data.captions import KEYS, Members, find_group, number_caption
+from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError
+from disco_ds.data.images.decode import ImageSpec
+from disco_ds.data.order.counter_rng import keyed_int
+
+VIEW_SEED = 0
+"""Seed of the augmentations for which embeddings are stored. They do not depend on the run's seed."""
+OPERATIONS = (
+    "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
+    "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
+)  # fmt: skip
+"""Names of RandAugment's operations by their number in DataCompDR's `param_aug`."""
+
+
+@dataclass(frozen=True)
+class StoredEmbeddings:
+    """Where a sample's embeddings are stored. See TeacherSettings for the settings."""
+
+    image: str
+    text: str
+    replay: str | None
+    width: int
+    """Width of an embedding; for several teachers, the sum of their widths."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says about one sample."""
+
+    view: int
+    """The epoch that the random numbers of the image depend on or, if there is a row per augmentation, its row."""
+    key: int
+    """Number that takes the place of the sample's id in these random numbers. It fits into int64."""
+    embeddings: Tensor
+    """[2, D] fp32, of the image and the caption."""
+    replayed: list[Any] | None
+    """The entry of `param_aug`; None if the image is augmented as the settings say."""
+
+    def pack(self) -> Tensor:
+        """Return [1, 2 + D] int64: view, key, and the bits of the embeddings."""
+        head = torch.tensor([self.view, self.key])
+        return torch.cat([head, self.embeddings.flatten().view(torch.int64)])[None]
+
+
+def unpack(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return view [m], key [m] and embeddings [m, 2, D] of packed rows, [m, 2 + D]."""
+    bits = rows[:, 2:].contiguous().view(torch.float32)
+    return rows[:, 0], rows[:, 1], bits.view(len(rows), 2, -1)
+
+
+def read_lesson(
+    stored: StoredEmbeddings,
+    members: Members,
+    captions: dict[str, float],
+    drawn: tuple[float, float],
+    image: Any,
+    place: tuple[int, int, int],
+) -> Lesson:
+    """Read the embeddings that belong to a sample's augmentation and caption.
+
+    Args:
+        stored: Where they are.
+        members: The sample's members.
+        captions: The templates, and their weights.
+        drawn: The random numbers that pick_caption takes.
+        image: The encoded image.
+        place: Seed of the run, epoch and id of the sample.
+
+    Raises:
+        BrokenSample: If an array is missing or has the wrong shape.
+        DataError: If the width differs from that of the other samples.
+    """
+    parsed: dict[str, Any] = {}
+    images, texts = (read_array(field, members, parsed) for field in (stored.image, stored.text))
+    for rows, field in ((images, stored.image), (texts, stored.text)):
+        if rows.shape[-1] != stored.width:
+            raise DataError(
+                f"teacher: {field} has a width of {rows.shape[-1]}, but the width of the other samples, or the sum of "
+                f"teacher.widths, is {stored.width}"
+            )
+    number, count = number_caption(captions, members, *drawn)
+    if len(texts.view(-1, stored.width)) != count:
+        raise BrokenSample(
+            f"{stored.text} has {len(texts.view(-1, stored.width))} rows, but data.captions can produce {count} "
+            "captions of this sample"
+        )
+    text = texts.view(-1, stored.width)[number]
+    seed, epoch, index = place
+    if images.ndim == 1:  # of the image, however it is augmented
+        if stored.replay:
+            raise BrokenSample(
+                f"{stored.image} has one row, but teacher.replay needs one per augmentation"
+            )
+        key = keyed_int(seed, index) - 2**63
+        return Lesson(epoch, key, torch.stack([images, text]), None)
+    view = epoch % len(images)
+    entry = None
+    if stored.replay:
+        entries = read_field(stored.replay, members, parsed)
+        entries = json.loads(entries) if isinstance(entries, str) else entries
+        if len(entries) != len(images):
+            raise BrokenSample(
+                f"{stored.replay} has {len(entries)} entries, but {stored.image} has {len(images)} rows"
+            )
+        entry = entries[view]
+    key = find_group("image", members, "", image)
+    return Lesson(view, key, torch.stack([images[view], text]), entry)
+
+
+def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
+    """Return the array that a field names, [D] or [n, D], in fp32. See read_field."""
+    value = read_field(field, members, parsed)
+    rows = torch.as_tensor(value).float()
+    if rows.ndim not in (1, 2) or not rows.numel():
+        raise BrokenSample(f"{field} has the shape {list(rows.shape)}, expected [D] or [n, D]")
+    if not torch.isfinite(rows).all():
+        raise BrokenSample(f"{field} is not finite")
+    return rows
+
+
+def read_field(field: str, members: Members, parsed: dict[str, Any]) -> Any:
+    """Return the value of a field such as img.npy, npz[image_emb] or paug.json[param_aug].
+
+    Args:
+        field: The name of a member, and keys in brackets.
+        members: The sample's members.
+        parsed: Members that have been parsed; this function adds to it.
+
+    Raises:
+        BrokenSample: If the member or a key is missing.
+    """
+    member, *keys = KEYS.findall(field)
+    try:
+        if member not in parsed:
+            parsed[member] = _parse(member, members[member])
+        value = parsed[member]
+        for key in keys:
+            value = value[key]
+    except LookupError:
+        raise BrokenSample(f"teacher: no {field}; the sample has {', '.join(members)}") from None
+    return value
+
+
+def _parse(member: str, value: Any) -> Any:
+    if not isinstance(value, bytes):  # data.transforms has parsed it
+        return value
+    kind = member.rpartition(".")[2]
+    if kind == "json":
+        return json.loads(value)
+    if kind in ("npy", "npz"):
+        return np.load(BytesIO(value), allow_pickle=False)
+    if kind == "gz":
+        value = GzipFile(fileobj=BytesIO(value)).read(MAX_BYTES)
+    return torch.load(BytesIO(value), map_location="cpu", weights_only=True)
+
+
+def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
+    """Repeat an augmentation of DataCompDR: torchvision's random resized crop and RandAugment.
+
+    Args:
+        image: The decoded image.
+        spec: The model's image size. DataCompDR's is 224 x 224; with another one, the operations act on its pixels.
+        entry: [[top, left, height, width], [[operation, magnitude], ...]]; null: skipped.
+
+    Returns:
+        [3, H, W] uint8.
+    """
+    # Imported here, because the import takes seconds and few runs need it.
+    from torchvision.transforms import InterpolationMode, functional
+    from torchvision.transforms.autoaugment import _apply_op
+
+    crop, operations = entry
+    box = crop or [0, 0, image.height, image.width]
+    image = functional.resized_crop(image, *box, list(spec.size), InterpolationMode.BICUBIC)
+    for number, magnitude in operations or ():
+        name = OPERATIONS[number]
+        image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
