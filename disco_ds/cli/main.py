@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     # A dry run does not need the trainer, whose import takes seconds.
     if command == "train" and args.dry_run:
         command = "dry_run"
-    if command in ("train", "eval", "doctor"):
+    if command in ("train", "eval", "doctor", "embed"):
         try:
             adopt_slurm()
         except ValueError as error:

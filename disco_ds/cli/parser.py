@@ -253,6 +253,43 @@ example:
     _add_ema(parser)
 
 
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+examples:
+  disco-ds embed --model ViT-L-14 --pretrained vit_l.pt --config recipe.yaml --to /data/with-embeddings
+  torchrun --nproc-per-node 8 -m disco_ds embed --model ... (one rank per GPU)
+The shards have all members of the samples and two more, img.npy and txt.npy. The command prints the settings for
+training on them. Run it again to continue after an interruption.
+"""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="the teacher: an open_clip model, as in model.name; without --pretrained: a run folder, a checkpoint or "
+        "an export",
+    )
+    parser.add_argument("--pretrained", metavar="FILE", help="its weights, as in model.pretrained")
+    _add_recipe(parser)
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="the folder of the new shards"
+    )
+    parser.add_argument(
+        "--views",
+        type=_number(int, 0, 1000),
+        default=10,
+        metavar="N",
+        help="number of augmentations of each image, as the recipe's data section describes them; the run will repeat "
+        "them. 0: store one embedding of the image without augmentation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_number(int, 1, 2**20),
+        default=256,
+        metavar="N",
+        help="number of images per forward of the model (default: %(default)s)",
+    )
+
+
 def _add_ema(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema",
@@ -517,6 +554,7 @@ COMMANDS = {
         "Write trained weights to a folder that open_clip or transformers can load.",
         _add_export,
     ),
+    "embed": ("Store a teacher's embeddings with the samples of a data set.", _add_embed),
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
     "plan": ("Predict memory and time, and find faster settings or a larger batch.", _add_plan),

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from gzip import GzipFile
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import KEYS, Members, find_group, number_caption
 from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError
 from disco_ds.data.images.decode import ImageSpec
@@ -23,6 +25,8 @@ from disco_ds.data.order.counter_rng import keyed_int
 
 VIEW_SEED = 0
 """Seed of the augmentations for which embeddings are stored. They do not depend on the run's seed."""
+RECORD = "embed.json"
+"""File that `disco-ds embed` writes beside the shards: what the embeddings were computed from."""
 OPERATIONS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
     "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
@@ -194,3 +198,30 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
         name = OPERATIONS[number]
         image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
+    """Return what the stored rows depend on: the templates and, if there is a row per view, the augmentation."""
+    found: dict[str, Any] = {"captions": list(settings.captions), "views": views}
+    if views:
+        keys = {"crop_scale", "crop_ratio", "augment"}
+        found |= settings.model_dump(mode="json", include=keys)
+    return found
+
+
+def check_record(folder: Path, settings: DataSettings) -> None:
+    """Compare the settings of a run with those of `disco-ds embed`, if it wrote the shards of a folder.
+
+    Raises:
+        ValueError: If the stored embeddings belong to other captions or augmentations.
+    """
+    path = folder / RECORD
+    if not path.exists():
+        return
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in describe_views(settings, record["views"]).items():
+        if record[key] != value:
+            raise ValueError(
+                f"teacher: the embeddings in {folder} were computed with data.{key} {record[key]}, but this run has "
+                f"{value}; use the same setting, or run disco-ds embed again"
+            )

@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from disco_ds.data import (
     load_sources,
 )
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
+from disco_ds.data.sources.load import find_stored
 from disco_ds.data.sources.selection import Selection
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
@@ -154,6 +155,8 @@ class Inputs:
         look = read_preprocessing(self.model)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         form = SampleForm(spec, tokenize, *read_text_size(self.model))
+        if self.config.teacher:
+            form = replace(form, stored=find_stored([data], self.config.teacher, [source]))
         reader = source.open_samples(data, form, self.config.seed, 1)
         last = len(source.sizes) - 1
         padding = self.tokenizer([""])[0, -1]
@@ -168,7 +171,8 @@ class Inputs:
             index = first_id + sum(source.sizes[:shard]) + entry
             try:
                 with breaks_sample(OSError):
-                    decode, text, _ = reader.read(shard, entry, 0, index)
+                    decode, row, _ = reader.read(shard, entry, 0, index)
+                    text = row[: form.context_length]
                     image = decode()
             except DroppedSample:
                 dropped += 1

@@ -49,7 +49,7 @@ from disco_ds.data import (
     merge_states,
 )
 from disco_ds.data.sources.listing import refuse_remote
-from disco_ds.data.sources.load import measure_stored
+from disco_ds.data.sources.load import find_stored
 from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.heartbeat import Heartbeat
@@ -80,6 +80,7 @@ from disco_ds.models.pretrained import (
     read_overrides,
     warn_of_random_tower,
 )
+from disco_ds.models.weights_hash import hash_weights
 from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
@@ -96,7 +97,6 @@ from disco_ds.training.teacher import (
     RunTeacher,
     StoredTeacher,
     are_equal,
-    hash_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -493,10 +493,11 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     settings = config.teacher
     assert settings is not None
     if settings.settings is None:
-        image = settings.image or ""
-        measure = partial(measure_stored, config.data, sources, image)
-        width = 0 if settings.widths else comm.from_rank_0("teacher", measure)
-        return StoredTeacher(settings, width, comm.local_device())
+        parts = [config.data.settings_of(part) for part in config.data.parts]
+        find = partial(find_stored, parts, settings, sources)
+        stored = comm.from_rank_0("teacher", find)
+        assert stored
+        return StoredTeacher(settings, stored, comm.local_device())
     # The initial bias for this batch is -log(1), so a bias that the weights do not have is 0.
     own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
     model, tokenizer, description = build_towers(own, loss, restored=False)

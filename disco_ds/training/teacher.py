@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -71,17 +70,15 @@ class StoredTeacher:
 
     Args:
         settings: Settings of the teacher.
-        width: Width of the stored embeddings.
+        stored: Where its embeddings are stored.
         device: The device of the features.
     """
 
     description = "stored embeddings"
 
-    def __init__(self, settings: TeacherSettings, width: int, device: torch.device):
-        self.widths = list(settings.widths or (width,))
-        self.stored = StoredEmbeddings(
-            settings.image or "", settings.text or "", settings.replay, sum(self.widths)
-        )
+    def __init__(self, settings: TeacherSettings, stored: StoredEmbeddings, device: torch.device):
+        self.stored = stored
+        self.widths = list(settings.widths or (stored.width,))
         self.scales = [torch.tensor([scale], device=device) for scale in settings.scales]
         bias = settings.bias
         self.bias = None if bias is None else torch.tensor([bias], device=device)
@@ -106,12 +103,3 @@ def are_equal(tokenizer: Any, other: Any) -> bool:
     """Return whether two tokenizers return the same tokens."""
     tokens = tokenizer(PROBES), other(PROBES)
     return tokens[0].shape == tokens[1].shape and torch.equal(*tokens)
-
-
-def hash_weights(model: nn.Module) -> str:
-    """Return a digest of all parameters and buffers."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -16,11 +16,12 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode, functional
 
+from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.data.captions import list_captions, number_caption, pick_caption
-from disco_ds.data.sources.load import measure_stored
+from disco_ds.data.sources.load import find_stored
 from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, replay, unpack
-from helpers.shards import CONTEXT, SPEC, VOCAB, encode, settings, tokenize, write_shards
+from helpers.shards import CONTEXT, SPEC, VOCAB, picture, settings, tokenize, write_shards
 
 WIDTH, VIEWS = 6, 3
 CAPTIONS = {"{txt}": 1.0, "{syn.json[syn_text][*]}": 1.0}
@@ -51,11 +52,6 @@ def pth_gz(**found: np.ndarray) -> bytes:
     return gzip.compress(buffer.getvalue())
 
 
-def picture(index: int) -> bytes:
-    noise = np.random.default_rng(index).integers(0, 256, (20, 24, 3), np.uint8)
-    return encode(Image.fromarray(noise))
-
-
 def add(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     """Store both embeddings in all formats."""
     image, text = arrays(index)
@@ -83,7 +79,8 @@ def loader(folder: Path, stored: StoredEmbeddings, seed: int = 3, **changes: Any
     data = settings(folder, crop_scale=(0.2, 1.0), **{"captions": CAPTIONS, **changes})
     form = SampleForm(SPEC, tokenize, CONTEXT, VOCAB, stored=stored)
     sources = load_sources(data)
-    assert measure_stored(data, sources, stored.image) == WIDTH
+    teacher = TeacherSettings(image=stored.image, text=stored.text, replay=stored.replay)
+    assert find_stored([data], teacher, sources) == stored
     return Loader(data, sources, form, Share(0, 1, 10, 10), seed, None, Staging("device"))
 
 

@@ -58,6 +58,12 @@ def encode(image: Image.Image, kind: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
+def picture(index: int) -> bytes:
+    """An image of noise, 24 x 20 pixels."""
+    noise = np.random.default_rng(index).integers(0, 256, (20, 24, 3), np.uint8)
+    return encode(Image.fromarray(noise))
+
+
 def make_sample(index: int) -> dict[str, bytes]:
     image = Image.new("RGB", (12, 10), color(index))
     fields = {"label": f"label {index % 3}", "keywords": [f"k{index}", "x"], "nothing": None}

@@ -155,7 +155,8 @@ class Samples:
     num_slots: int
 
     @cached_property
-    def _reader(self) -> Reader:
+    def reader(self) -> Reader:
+        """Reads the members of the samples."""
         return self.source.open(self.num_slots, self.settings.window)
 
     @cached_property
@@ -210,16 +211,20 @@ class Samples:
 
     def read_members(self, shard: int, entry: int) -> Members:
         """Return the members of a sample, after data.uids, data.filter and data.transforms. Raises like `read`."""
-        members: Members = self._reader.read(shard, entry)
+        members: Members = self.reader.read(shard, entry)
         with breaks_sample():
-            if self._selection:
-                members = self._selection.apply(members, lambda: self.name(shard, entry))
-        return members
+            return self.select(members, shard, entry)
+
+    def select(self, members: Members, shard: int, entry: int) -> Members:
+        """Apply data.uids, data.filter and data.transforms to the members of a sample."""
+        if self._selection is None:
+            return members
+        return self._selection.apply(members, lambda: self.name(shard, entry))
 
     def count(self, shard: int) -> int:
         """Open a tar shard, and return its number of samples."""
-        assert isinstance(self._reader, TarReader)
-        return self._reader.count(shard)
+        assert isinstance(self.reader, TarReader)
+        return self.reader.count(shard)
 
     def decode(
         self, data: Picture, uniform: Sequence[float], replayed: list[Any] | None = None
@@ -238,9 +243,9 @@ class Samples:
 
     def name(self, shard: int, entry: int) -> str:
         """Return the sample's name for messages."""
-        return self._reader.name(shard, entry)
+        return self.reader.name(shard, entry)
 
     def close(self) -> None:
         """Close all files."""
-        if "_reader" in vars(self):  # the cached property was read, so the source is open
-            self._reader.close()
+        if "reader" in vars(self):  # the cached property was read, so the source is open
+            self.reader.close()

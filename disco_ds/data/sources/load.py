@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
+from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data.errors import BrokenSample, breaks_sample
 from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS
@@ -21,7 +23,7 @@ from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
 from disco_ds.data.sources.selection import Selection, count_uids
 from disco_ds.data.sources.synthetic import SyntheticSource
-from disco_ds.data.stored import read_array
+from disco_ds.data.stored import StoredEmbeddings, check_record, read_array
 from disco_ds.names import load_custom, plural
 
 _NUM_MEASURED = 100
@@ -186,28 +188,43 @@ def open_sources(
     ]
 
 
-def measure_stored(settings: DataSettings, sources: Sequence[Source], image: str) -> int:
-    """Return the width of the teacher's embeddings that are stored with the first samples.
+def find_stored(
+    parts: Sequence[DataSettings], teacher: TeacherSettings, sources: Sequence[Source]
+) -> StoredEmbeddings | None:
+    """Return where a teacher's embeddings are stored, or None if it is a model.
+
+    Without teacher.widths, the width is that of the first sample that has embeddings.
 
     Args:
-        settings: Settings of the data.
+        parts: Settings of each source.
+        teacher: Settings of the teacher.
         sources: The sources.
-        image: The field of the image embeddings.
 
     Raises:
-        ValueError: If none of the first samples has embeddings.
+        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed them for other
+            settings.
         OSError: If the first shard cannot be read.
     """
+    if teacher.image is None or teacher.text is None:
+        return None
+    for part, source in zip(parts, sources, strict=True):
+        if isinstance(source, Manifest):
+            check_record(source.folder, part)
+    form: Any = None  # members are read without it
+    width = sum(teacher.widths or ())
+    if not width:
+        width = _measure(Samples(sources[0], parts[0], form, 0, 1), teacher.image)
+    return StoredEmbeddings(teacher.image, teacher.text, teacher.replay, width)
+
+
+def _measure(samples: Samples, image: str) -> int:
+    """Return the width of the embeddings of the first sample that has them."""
     reason = "there is no sample"
-    form: Any = None
-    samples = Samples(sources[0], settings.settings_of(settings.parts[0]), form, 0, 1)
-    try:
+    with closing(samples):
         for entry in range(_NUM_MEASURED):
             try:
                 with breaks_sample(OSError):
                     return read_array(image, samples.read_members(0, entry), {}).shape[-1]
             except BrokenSample as error:
                 reason = str(error)
-    finally:
-        samples.close()
     raise ValueError(f"none of the first {_NUM_MEASURED} samples has stored embeddings: {reason}")

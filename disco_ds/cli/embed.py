@@ -1,0 +1,43 @@
+"""`disco-ds embed`: store a teacher's embeddings with the samples of a data set."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from disco_ds.config import load_config
+from disco_ds.config.ds_config import precision
+from disco_ds.eval.embed import IMAGE, TEXT, Embedder
+from disco_ds.eval.model import in_precision, load_model
+from disco_ds.models.weights_hash import hash_weights
+from disco_ds.runs.messages import set_up_logging
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        Exit code 0: this rank's shards are complete.
+
+    Raises:
+        ValueError: If the settings, the model or the folder do not fit. Then nothing is written.
+        DataError: If too many samples are broken.
+        OSError: If a shard cannot be read or written.
+    """
+    first = set_up_logging()
+    config = load_config(args.config, args.overrides)
+    model, tokenizer = load_model(args.model, args.pretrained)
+    identity = {"model": args.model, "weights": hash_weights(model)}
+    clip: Any = model
+    scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
+    model = in_precision(model.requires_grad_(False), precision(config.deepspeed))
+    embedder = Embedder(config, model, tokenizer, identity, args.views, args.batch)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    embedder.write(args.to, rank, size)
+    if first:
+        known = "" if bias is None else f", bias: {bias.item():.6g}"
+        print(
+            f"train on {args.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
+        )
+    return 0

@@ -1,0 +1,296 @@
+"""Store a teacher's embeddings with the samples: the work of `disco-ds embed`.
+
+Every rank writes its own shards, and no rank waits for another. A shard is renamed when it is complete, so an
+interrupted command continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from disco_ds.config import Config
+from disco_ds.config.text_file import write_text
+from disco_ds.data import augment, index_shards, load_sources, write_manifest
+from disco_ds.data.captions import Members, find_group, list_captions, shorten_caption
+from disco_ds.data.errors import BrokenSample, DataError, DroppedSample, breaks_sample
+from disco_ds.data.images.decode import (
+    NUM_CROP_NUMBERS,
+    ImageSpec,
+    decode_image,
+    find_image,
+    resize_for_evaluation,
+)
+from disco_ds.data.order.counter_rng import keyed_row
+from disco_ds.data.sources.base import SampleForm, Samples, Source
+from disco_ds.data.stored import RECORD, VIEW_SEED, describe_views
+from disco_ds.distributed import comm
+from disco_ds.models.clip import read_preprocessing, read_text_size
+
+IMAGE, TEXT = "img.npy", "txt.npy"
+"""The members that are added to each sample."""
+_SPARE_BROKEN = 16
+"""Number of broken samples that are tolerated in addition to the fraction data.max_broken."""
+_NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
+"""Names of members that can be the extension of a file in a shard."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A sample with all that the teacher will see of it, or the reason why there is nothing."""
+
+    shard: int
+    name: str
+    members: Members | None = None
+    images: Tensor | None = None
+    """[n, 3, H, W] uint8, a crop for each view."""
+    key: int = 0
+    """Number that the random numbers of the augmentation depend on."""
+    tokens: Tensor | None = None
+    """[m, L], of all captions."""
+    broken: str | None = None
+    """Why the sample is broken. None with no members: it was dropped."""
+
+
+@dataclass(frozen=True)
+class _Items(Dataset):  # type: ignore[type-arg]
+    """The samples of some shards, in order."""
+
+    samples: Samples
+    places: list[tuple[int, int]]
+    """Shard and entry of each sample."""
+    views: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: int) -> _Item:
+        shard, entry = self.places[number]
+        torch.set_num_threads(1)
+        name = f"{shard:06d}/{entry:06d}"
+        samples, settings = self.samples, self.samples.settings
+        try:
+            raw = samples.reader.read(shard, entry)
+            name = samples.name(shard, entry)
+            with breaks_sample():
+                members = samples.select(raw, shard, entry)
+                data = find_image(members, settings.image_key)
+                captions = list_captions(settings.captions, members)
+                if not captions:
+                    raise BrokenSample("no template of data.captions can be filled")
+                key = find_group("image", members, "", data)
+                if self.views:
+                    rows = [
+                        keyed_row(VIEW_SEED, view, key, NUM_CROP_NUMBERS)
+                        for view in range(self.views)
+                    ]
+                    images = torch.stack([samples.decode(data, row) for row in rows])
+                else:
+                    image = decode_image(data, settings.max_pixels)
+                    images = resize_for_evaluation(image, samples.form.image)[None]
+                tokens = samples.form.tokenize([shorten_caption(text) for text in captions])
+        except DroppedSample:
+            return _Item(shard, name)
+        except BrokenSample as error:
+            return _Item(shard, name, broken=str(error))
+        return _Item(shard, name, raw, images, key, tokens)
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """Computes and stores the embeddings of the samples of one source.
+
+    Args:
+        config: The recipe.
+        model: The teacher, on this rank's device, in eval mode and in the precision of the recipe.
+        tokenizer: Its tokenizer.
+        identity: What identifies the teacher, for the record of the folder.
+        views: Number of augmentations of each image. 0: none; the image is resized as in evaluation.
+        batch: Number of images per forward.
+    """
+
+    config: Config
+    model: nn.Module
+    tokenizer: Any
+    identity: dict[str, Any]
+    views: int
+    batch: int
+
+    def write(self, folder: Path, rank: int, size: int) -> None:
+        """Write this rank's shards. The rank that completes the last one also writes the manifest.
+
+        Raises:
+            ValueError: If the settings do not fit, or if the folder has embeddings of another teacher, other data or
+                other settings. Then nothing is written.
+            DataError: If too many samples are broken.
+            OSError: If a shard cannot be read or written.
+        """
+        source = self._check()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record(folder, source)
+        names = [f"{shard:06d}.tar" for shard in range(len(source.sizes))]
+        mine = [
+            shard for shard in range(rank, len(names), size) if not (folder / names[shard]).exists()
+        ]
+        with closing(self._open(source)) as samples:
+            self._write_shards(samples, mine, [folder / name for name in names])
+        if all((folder / name).exists() for name in names):
+            write_manifest(index_shards(folder))
+
+    def _check(self) -> Source:
+        data = self.config.data
+        if data.sources or data.source == "synthetic" or data.index == "none":
+            raise ValueError(
+                "embed reads one source of counted samples: set data.shards instead of data.sources, and "
+                "data.index=manifest"
+            )
+        return load_sources(data)[0]
+
+    def _record(self, folder: Path, source: Source) -> None:
+        """Write the record of the folder, or compare it with the one that is there."""
+        record = {
+            "teacher": self.identity,
+            "data": source.fingerprint,
+            **describe_views(self.config.data, self.views),
+        }
+        path = folder / RECORD
+        if not path.exists():
+            if any(folder.glob("*.tar")):
+                raise ValueError(
+                    f"{folder} has shards that embed did not write; choose another folder"
+                )
+            write_text(path, json.dumps(record, indent=1) + "\n")
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in json.loads(json.dumps(record)).items():
+            if before.get(key) != value:
+                raise ValueError(
+                    f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
+                )
+
+    def _open(self, source: Source) -> Samples:
+        look = read_preprocessing(self.model)
+        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+        form = SampleForm(spec, self.tokenizer, *read_text_size(self.model))
+        return source.open_samples(self.config.data, form, VIEW_SEED, 1)
+
+    def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:
+        sizes = samples.source.sizes
+        places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
+        workers = self.config.data.workers
+        if workers is None:
+            workers = max(len(os.sched_getaffinity(0)) - 1, 1)
+        loader = DataLoader(
+            _Items(samples, places, self.views),
+            batch_size=max(1, self.batch // max(self.views, 1)),
+            num_workers=workers,
+            collate_fn=list,
+            multiprocessing_context="forkserver" if workers else None,
+        )
+        num_read = num_broken = 0
+        writer: _Writer | None = None
+        remaining = iter(shards)
+        with tqdm(total=len(places), unit=" samples", unit_scale=True) as bar:
+            for items in loader:
+                stored = self._embed([item for item in items if item.members is not None])
+                for item in items:
+                    while writer is None or writer.shard != item.shard:
+                        if writer:
+                            writer.close()
+                        shard = next(remaining)  # a shard without samples is written, too
+                        writer = _Writer(shard, paths[shard])
+                    num_read += 1
+                    if item.broken is not None:
+                        num_broken += 1
+                        logger.warning("left out: %s: %s", item.name, item.broken)
+                        self._check_broken(num_broken, num_read)
+                    if item.members is not None:
+                        writer.add(item.name, item.members, *next(stored))
+                bar.update(len(items))
+        if writer:
+            writer.close()
+        for shard in remaining:
+            _Writer(shard, paths[shard]).close()
+
+    def _check_broken(self, num_broken: int, num_read: int) -> None:
+        most = self.config.data.max_broken
+        if num_broken > _SPARE_BROKEN + most * num_read:
+            raise DataError(
+                f"{num_broken} of {num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the fraction "
+                f"data.max_broken={most:g}"
+            )
+
+    @torch.no_grad()
+    def _embed(self, items: Sequence[_Item]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the embeddings of each sample: [n, D] or [D] of its image, and [m, D] of its captions."""
+        if not items:
+            return
+        device = comm.local_device()
+        crops = [item.images for item in items if item.images is not None]
+        images = torch.cat(crops).to(device)
+        if self.views:
+            views = torch.arange(self.views, device=device).repeat(len(items))
+            keys = torch.tensor([item.key for item in items], device=device)
+            keys = keys.repeat_interleave(self.views)
+            images = augment(images, views, keys, VIEW_SEED, self.config.data.augment)
+        tokens = [item.tokens for item in items if item.tokens is not None]
+        text = torch.cat(tokens).to(device)
+        rows = torch.cat([self.model(image=x)[0] for x in images.split(self.batch)])
+        texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)])
+        found = rows.float().cpu(), texts.float().cpu()
+        if not all(torch.isfinite(x).all() for x in found):
+            raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
+        images_of = found[0].split([len(x) for x in crops])
+        texts_of = found[1].split([len(x) for x in tokens])
+        for image, caption in zip(images_of, texts_of, strict=True):
+            yield (image if self.views else image[0]).numpy(), caption.numpy()
+
+
+class _Writer:
+    """Writes a shard under another name until it is complete."""
+
+    def __init__(self, shard: int, path: Path):
+        self.shard, self._path, self._num = shard, path, 0
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._file = open(self._partial, "wb")  # noqa: SIM115 - close() closes it
+        self._tar = webdataset.TarWriter(self._file, encoder=False, mtime=0)
+
+    def add(self, name: str, members: Members, image: np.ndarray, text: np.ndarray) -> None:
+        """Write a sample with its embeddings in fp16."""
+        if bad := [key for key in members if not _NAME.fullmatch(key)]:
+            raise DataError(
+                f"the name {bad[0]!r} of a column or member cannot be a file's extension; rename it in lower case"
+            )
+        key = name.partition(".tar/")[2] or f"{self._num:06d}"
+        self._num += 1
+        self._tar.write({"__key__": key, **members, IMAGE: _pack(image), TEXT: _pack(text)})
+
+    def close(self) -> None:
+        """Complete the shard."""
+        self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self._path)
+
+
+def _pack(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array.astype(np.float16))
+    return file.getvalue()

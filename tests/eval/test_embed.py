@@ -1,0 +1,167 @@
+"""`disco-ds embed`: what it stores is what the teacher sees of the augmented images that training repeats."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+
+from disco_ds.cli.main import main
+from disco_ds.config import load_config
+from disco_ds.data.sources.manifest import read_manifest
+from disco_ds.data.stored import unpack
+from disco_ds.training.build import build
+from helpers.dist import run_ranks
+from helpers.shards import picture, write_shards
+from helpers.tiny_run import expect, recipe, refused
+from helpers.towers import BPE_SIZE, write_tiny
+
+AUGMENT = {"rotate_degrees": 20.0, "color_scale": 0.3}
+
+
+def sample(index: int, members: dict[str, bytes]) -> dict[str, bytes]:
+    if index == 5:
+        return {"png": b"broken", "txt": b"broken"}
+    syn = {"texts": [f"synthetic {index}", f"second {index}"]}
+    return {"png": picture(index), "txt": b"%d" % index, "syn.json": json.dumps(syn).encode()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A recipe for shards of which one sample is broken."""
+    write_shards(tmp_path / "raw", [9, 4, 7], sample)
+    data = {
+        "shards": str(tmp_path / "raw"),
+        "image_key": "png",
+        "workers": 0,
+        "slots": 3,
+        "captions": {"{txt}": 1.0, "{syn.json[texts][*]}": 2.0},
+        "crop_scale": [0.3, 1.0],
+        "augment": AUGMENT,
+    }
+    return recipe(tmp_path, data=data)
+
+
+def embed(path: Path, to: Path, *more: str) -> int:
+    """Run the command with the tiny model as the teacher."""
+    folder = path.parent
+    weights = folder / "teacher.pt"
+    model = write_tiny(folder, BPE_SIZE)
+    if not weights.exists():
+        open_clip.add_model_config(model)
+        torch.manual_seed(4)
+        torch.save(open_clip.create_model(Path(model).stem).state_dict(), weights)
+    arguments = ["--model", model, "--pretrained", str(weights), "--config", str(path)]
+    return main(["embed", *arguments, "--to", str(to), "--views", "3", "--batch", "8", *more])
+
+
+def features_of_training(path: Path, to: Path) -> list[float]:
+    """The largest difference between stored embeddings and the teacher's own, of images and texts."""
+    teacher = {"image": "img.npy", "text": "txt.npy", "scale": 14.0}
+    overrides = [f"data.shards={to}", f"teacher={json.dumps(teacher)}", "log.tensorboard=false"]
+    worst = [0.0, 0.0]
+    with ExitStack() as stack:
+        run = build(load_config(path, [*overrides, "seed=11"]), None, stack)
+        model: Any = run.engine.module.eval()
+        state = torch.load(path.parent / "teacher.pt", weights_only=True)
+        del state["logit_scale"]  # of another shape here
+        model.load_state_dict(state, strict=False)
+        views = set()
+        for _ in range(6):
+            data = run.loader.start_step()
+            for batch in run.loader.first_pass():
+                assert data.error is None, data.error
+                assert batch.stored is not None
+                view, _, stored = unpack(batch.stored)
+                views |= set(view.tolist())
+                image, text, _ = run.towers.prepare(batch)
+                with torch.no_grad():
+                    found = model(image, text.text)[:2]
+                for side in (0, 1):
+                    difference = (found[side] - stored[:, side]).abs().max().item()
+                    worst[side] = max(worst[side], difference)
+        assert views == {0, 1, 2}
+    return worst
+
+
+def test_stored_embeddings_are_those_of_what_training_sees(path: Path, tmp_path: Path) -> None:
+    to = tmp_path / "embedded"
+    assert embed(path, to) == 0
+    counts = [shard.samples for shard in read_manifest(to / "manifest.json").values()]
+    assert counts == [8, 4, 7], "the broken sample is left out"
+    (worst,) = run_ranks(features_of_training, 1, path, to)
+    assert max(worst) < 1e-3, worst
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_interrupted_command_continues_on_any_number_of_ranks(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, to = tmp_path / "whole", tmp_path / "embedded"
+    assert embed(path, whole) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    assert embed(path, to) == 0
+    assert not (to / "manifest.json").exists()
+    first = (to / "000001.tar").stat()
+    (to / ".000000.tar.partial").write_bytes(b"killed here")
+    monkeypatch.setenv("RANK", "0")
+    assert embed(path, to) == 0
+    assert contents(to).keys() == contents(whole).keys()
+    for name, data in contents(whole).items():
+        if name.endswith(".tar"):
+            assert (to / name).read_bytes() == data
+    assert (to / "000001.tar").stat() == first
+
+
+def test_folder_of_other_embeddings_is_refused(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "embedded"
+    assert embed(path, to) == 0
+    before = contents(to)
+    assert embed(path, to, "data.crop_scale=[0.5,1]") == 2
+    assert "was begun with crop_scale [0.3, 1.0], now it is [0.5, 1.0]" in capsys.readouterr().err
+    assert embed(path, tmp_path / "raw") == 2
+    assert "has shards that embed did not write" in capsys.readouterr().err
+    assert contents(to) == before
+    run_ranks(other_crop, 2, path, to)
+
+
+def other_crop(path: Path, to: Path) -> None:
+    teacher = json.dumps({"image": "img.npy", "text": "txt.npy"})
+    overrides = [f"data.shards={to}", f"teacher={teacher}"]
+    for change, words in (
+        ("data.crop_scale=[0.5,1]", "were computed with data.crop_scale [0.3, 1.0]"),
+        ("data.captions={'{txt}': 1}", "were computed with data.captions"),
+    ):
+        expect(refused(load_config(path, [*overrides, change])), words)
+
+
+def test_image_without_augmentation_is_stored_once(path: Path, tmp_path: Path) -> None:
+    to = tmp_path / "embedded"
+    assert embed(path, to, "--views", "0", "data.augment={}") == 0
+    teacher = json.dumps({"image": "img.npy", "text": "txt.npy"})
+    config = load_config(path, [f"data.shards={to}", f"teacher={teacher}", "data.crop_scale=null"])
+    run_ranks(build_only, 1, config)
+
+
+def build_only(config: Any) -> None:
+    with ExitStack() as stack:
+        run = build(config, None, stack)
+        run.loader.start_step()
+        for batch in run.loader.first_pass():
+            assert batch.stored is not None
+            view, _, embeddings = unpack(batch.stored)
+            assert view.tolist() == batch.epoch.tolist()
+            assert (embeddings.norm(dim=2) - 1).abs().max() < 1e-2
