@@ -47,12 +47,13 @@ def test_sampled_step_tells_the_slow_rank() -> None:
     assert results[1][0] == sampled, "every rank has the same"
     assert other == {}
     assert sampled["ranks/slowest"] == SLOW
-    assert sampled["ranks/slowest_s"] == pytest.approx(0.3, abs=0.1)
-    assert sampled["ranks/median_s"] == pytest.approx(0.2, abs=0.1)
     assert sampled["time/data_wait_s"] == pytest.approx(0.1)
-    assert sampled["time/forward_s"] == pytest.approx(0.2, abs=0.1)
-    # The early rank waits in the loss; the mean over two ranks is half of that time.
-    assert sampled["time/loss_s"] == pytest.approx(0.1, abs=0.1)
+    # A busy machine makes each phase longer, never shorter than its sleep.
+    assert 0.3 <= sampled["ranks/slowest_s"] < 3
+    assert 0.2 <= sampled["ranks/median_s"] < sampled["ranks/slowest_s"]
+    assert 0.2 <= sampled["time/forward_s"] < 3
+    # The early rank waits in the loss until both have finished their forward phase.
+    assert 0.25 <= sampled["time/forward_s"] + sampled["time/loss_s"] < 3
     assert sampled["memory/host_bytes"] > 10 * 2**20
 
 
