@@ -7,6 +7,7 @@ import argparse
 from disco_ds.config import load_config
 from disco_ds.config.ds_config import zero_stage
 from disco_ds.models.gpus import find_gpu
+from disco_ds.names import plural
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import list_changes, write_recipe
 from disco_ds.plan.memory import GIB, PARTS, Memory
@@ -120,7 +121,7 @@ def describe_length(plans: list[Plan]) -> str | None:
         duration_s += steps * made.speed.step_s
     units = {"days": 86_400, "hours": 3_600, "minutes": 60}
     unit = next((name for name, length_s in units.items() if duration_s >= length_s), "minutes")
-    return f"{num_steps:,} steps, {duration_s / units[unit]:,.1f} {unit} on {plans[0].ranks} GPUs"
+    return f"{num_steps:,} steps, {duration_s / units[unit]:,.1f} {unit} on {plural(plans[0].ranks, 'GPU')}"
 
 
 def describe_host(made: Plan) -> str:
