@@ -101,12 +101,13 @@ def test_flag_of_open_clip_on_the_command_line_is_explained(
 
 def weights(name: str, folder: Path, model: str) -> list[str]:
     """Return overrides that replace a recipe's pretrained weights, which would be fetched, by a file."""
+    if name not in ("lit", "fine_tune"):
+        return []
     whole = open_clip.create_model(register_config(model))
-    if name == "lit":
-        torch.save(whole.visual.state_dict(), folder / "tower.pt")
-        return [f"model.pretrained_image={folder / 'tower.pt'}"]
-    torch.save(whole.state_dict(), folder / "weights.pt")
-    return [f"model.pretrained={folder / 'weights.pt'}"] if name == "fine_tune" else []
+    lit = name == "lit"
+    path = folder / "weights.pt"
+    torch.save((whole.visual if lit else whole).state_dict(), path)
+    return [f"model.pretrained{'_image' if lit else ''}={path}"]
 
 
 def test_there_is_a_recipe_for_each_of_open_clip_s_examples() -> None:
@@ -118,7 +119,14 @@ def test_there_is_a_recipe_for_each_of_open_clip_s_examples() -> None:
         )
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem in ("cc3m", "lit")))
+        for path in RECIPES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_recipe_passes_dry_run_and_plan(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Compare the data pipeline with open_clip's on the same shards: samples per second, and samples per CPU second.
 
-    python -m tools.bench.data                                uses generated shards of 224-pixel JPEGs
-    python -m tools.bench.data --shards DIR --size 224        uses the shards in DIR
+    python -m tools.bench.data --jpeg 256 384 512             uses generated shards, with JPEGs of these sizes
+    python -m tools.bench.data --shards DIR                   uses the shards in DIR
     PYTHONPATH=open_clip/src python -m tools.bench.data       uses the open_clip of a checkout, such as 4.2
 
 Both pipelines read tars of JPEGs and texts, take a random crop of 0.9 to 1 of an image's area, resize it (bicubic with
@@ -53,11 +53,13 @@ def parse_args() -> Namespace:
     parser.add_argument(
         "--shards", type=Path, help="folder of tars with manifest.json (default: generated shards)"
     )
+    parser.add_argument("--size", type=int, default=224, help="side of the crops, in pixels")
     parser.add_argument(
-        "--size",
+        "--jpeg",
         type=int,
-        default=224,
-        help="side of the generated images and of the crops, in pixels",
+        nargs="+",
+        default=[224],
+        help="sides of the generated images, in pixels; each is measured",
     )
     parser.add_argument(
         "--batches", type=int, default=40, help=f"batches of {BATCH} samples to measure"
@@ -193,37 +195,47 @@ def run_side(side: str, args: Namespace, folder: Path, old: Path) -> dict[str, f
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    args = parse_args()
-    if args.side:
-        measure(args)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
-        install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
-        subprocess.run([*install, "--target", str(old), *OLD_PACKAGES], check=True)
-        if not args.shards:
-            from disco_ds.data import index_shards, write_manifest
-
-            folder.mkdir()
-            make_shards(folder, args.size)
-            write_manifest(index_shards(folder))
-        found: dict[str, list[dict[str, float]]] = {"disco_ds": [], "open_clip": []}
-        for _ in range(args.repeats):
-            for side, runs in found.items():
-                runs.append(run_side(side, args, folder, old))
-    print(
-        f"{args.size}-pixel JPEG, batches of {BATCH}, one worker, median of {args.repeats} alternating runs"
-    )
-    print(f"{'':12} {'samples/s':>10} {'samples per CPU second':>24}")
+def compare(args: Namespace, folder: Path, old: Path) -> None:
+    """Measure both pipelines on the shards in this folder, in turns, and print a row for each."""
+    found: dict[str, list[dict[str, float]]] = {"disco_ds": [], "open_clip": []}
+    for _ in range(args.repeats):
+        for side, runs in found.items():
+            runs.append(run_side(side, args, folder, old))
     figures = {}
     for side, runs in found.items():
         wall, figures[side] = (
             statistics.median(run[key] for run in runs) for key in ("wall", "core")
         )
-        print(f"{side:12} {wall:10.0f} {figures[side]:24.0f}")
+        print(f"{folder.name:12} {side:12} {wall:10.0f} {figures[side]:24.0f}")
     print(
-        f"samples per CPU second, disco_ds / open_clip: {figures['disco_ds'] / figures['open_clip']:.2f}"
+        f"samples per CPU second, disco_ds / open_clip: {figures['disco_ds'] / figures['open_clip']:.2f}",
+        flush=True,
     )
+
+
+def main() -> None:
+    args = parse_args()
+    if args.side:
+        measure(args)
+    print(
+        f"crops of {args.size} pixels, batches of {BATCH}, one worker, median of {args.repeats} alternating runs"
+    )
+    print(f"{'JPEG':12} {'':12} {'samples/s':>10} {'samples per CPU second':>24}")
+    with tempfile.TemporaryDirectory() as temporary:
+        old = Path(temporary, "webdataset")
+        install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
+        subprocess.run([*install, "--target", str(old), *OLD_PACKAGES], check=True)
+        if args.shards:
+            compare(args, args.shards, old)
+            return
+        from disco_ds.data import index_shards, write_manifest
+
+        for side in args.jpeg:
+            folder = Path(temporary, f"{side}x{side}")
+            folder.mkdir()
+            make_shards(folder, side)
+            write_manifest(index_shards(folder))
+            compare(args, folder, old)
 
 
 if __name__ == "__main__":
