@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,6 +40,7 @@ ONLY_IMPORTS = {
 """Rooms that may import less than their layer allows."""
 
 
+@cache
 def modules() -> dict[str, str]:
     """Dotted name below disco_ds -> source."""
     found = {}
@@ -51,8 +53,13 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imports(name: str, source: str) -> Iterator[str]:
+@cache
+def imports(name: str, source: str) -> tuple[str, ...]:
     """Absolute dotted name of everything that a module below disco_ds imports, for type checking too."""
+    return tuple(_imports(name, source))
+
+
+def _imports(name: str, source: str) -> Iterator[str]:
     package = ["disco_ds", *name.split(".")]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

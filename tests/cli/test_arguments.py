@@ -385,7 +385,11 @@ def test_warning_of_deepspeed_about_a_missing_gpu_is_not_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["train", "--config", "quickstart"], ["eval", "ViT-B-32", "eval.labeled.x=."]]
+    "command",
+    [
+        ["train", "--config", "quickstart"],
+        pytest.param(["eval", "ViT-B-32", "eval.labeled.x=."], marks=pytest.mark.slow),
+    ],
 )
 def test_port_in_use_is_one_line(command: list[str], tmp_path: Path) -> None:
     with socket.socket() as taken:

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "siglip with InfoNCE": {"loss": {"name": "disco_fused"}},
     "siglip2 with InfoNCE": {"loss": {"name": "disco_fused"}, "model": {"lock_image": True}},
 }
-SLOW = ("siglip2", "siglip with InfoNCE", "siglip2 with InfoNCE")
+SLOW = ("siglip", "siglip2", "siglip with InfoNCE", "siglip2 with InfoNCE")
 
 
 def make_weights(kind: str, folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
