@@ -156,7 +156,7 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_index_names_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert set(re.findall(r"^\| \[[\w.]+\]\(([\w.]+)\) \|", index, re.MULTILINE)) == pages
+    assert set(re.findall(r"^- \[[^]]+\]\(([\w.]+)\)", index, re.MULTILINE)) == pages
 
 
 def test_section_of_the_losses_that_the_code_cites_exists() -> None:

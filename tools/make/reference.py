@@ -233,10 +233,16 @@ def open_clip_page() -> str:
             lines += [
                 f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours)} | {text(note)} |"
             ]
-    lines += ["", "Flags without a setting here:", ""]
-    for (ours, note), names in groups.items():
-        if not ours:
-            lines += [f"- {', '.join(shorten_flags(names))}: {text(note)}"]
+    unset = {note: shorten_flags(names) for (ours, note), names in groups.items() if not ours}
+    lines += ["", "Flags without a setting here. `disco-ds from-open-clip` prints the reasons:", ""]
+    for answer in ("not needed", "not available"):
+        flags = [name for note, names in unset.items() if note.startswith(answer) for name in names]
+        lines += textwrap.wrap(
+            f"- {answer}: {', '.join(flags)}", 120, subsequent_indent="  ", break_on_hyphens=False
+        )
+    for note, names in unset.items():
+        if not note.startswith("not "):
+            lines += [f"- {', '.join(names)}: {text(note)}"]
     return before + "\n".join([*lines, "", end]) + rest.partition(end)[2]
 
 
