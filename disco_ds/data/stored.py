@@ -101,12 +101,12 @@ def read_lesson(
                 f"teacher.widths, is {stored.width}"
             )
     number, count = number_caption(captions, members, *drawn)
-    if len(texts.view(-1, stored.width)) != count:
+    texts = texts.view(-1, stored.width)
+    if len(texts) != count:
         raise BrokenSample(
-            f"{stored.text} has {len(texts.view(-1, stored.width))} rows, but data.captions can produce {count} "
-            "captions of this sample"
+            f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
         )
-    text = texts.view(-1, stored.width)[number]
+    text = texts[number]
     seed, epoch, index = place
     if images.ndim == 1:  # of the image, however it is augmented
         if stored.replay:

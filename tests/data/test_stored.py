@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.data.captions import list_captions, number_caption, pick_caption
 from disco_ds.data.sources.load import find_stored
-from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, replay, unpack
+from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, read_array, replay, unpack
 from helpers.shards import CONTEXT, SPEC, VOCAB, picture, settings, tokenize, write_shards
 
 WIDTH, VIEWS = 6, 3
@@ -239,6 +240,20 @@ def test_width_is_that_of_any_sample_with_embeddings(
     write_shards(tmp_path, [0, 2, 10], change)
     stored = StoredEmbeddings("img.npy", "txt.npy", None, WIDTH)
     assert read(loader(tmp_path, stored, **changes), 1)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize("save", [lambda value, file: file.write(pickle.dumps(value)), torch.save])
+def test_code_in_a_pickle_does_not_run(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = io.BytesIO()
+    save({"x": Code()}, buffer)
+    with pytest.raises(pickle.UnpicklingError):
+        read_array("pth[x]", {"pth": buffer.getvalue()}, {})
+    assert capsys.readouterr().out == ""
 
 
 def test_captions_are_numbered_in_the_order_of_the_templates() -> None:
