@@ -101,12 +101,12 @@ def read_lesson(
                 f"teacher.widths, is {stored.width}"
             )
     number, count = number_caption(captions, members, *drawn)
-    if len(texts.view(-1, stored.width)) != count:
+    texts = texts.view(-1, stored.width)
+    if len(texts) != count:
         raise BrokenSample(
-            f"{stored.text} has {len(texts.view(-1, stored.width))} rows, but data.captions can produce {count} "
-            "captions of this sample"
+            f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
         )
-    text = texts.view(-1, stored.width)[number]
+    text = texts[number]
     seed, epoch, index = place
     if images.ndim == 1:  # of the image, however it is augmented
         if stored.replay:
@@ -125,6 +125,8 @@ def read_lesson(
                 f"{stored.replay} has {len(entries)} entries, but {stored.image} has {len(images)} rows"
             )
         entry = entries[view]
+        if not entry:
+            raise BrokenSample(f"entry {view} of {stored.replay} is {entry}")
     key = find_group("image", members, "", image)
     return Lesson(view, key, torch.stack([images[view], text]), entry)
 
@@ -135,8 +137,9 @@ def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
     rows = torch.as_tensor(value).float()
     if rows.ndim not in (1, 2) or not rows.numel():
         raise BrokenSample(f"{field} has the shape {list(rows.shape)}, expected [D] or [n, D]")
-    if not torch.isfinite(rows).all():
-        raise BrokenSample(f"{field} is not finite")
+    norms = rows.norm(dim=-1)
+    if not (norms.isfinite() & (norms > 0)).all():
+        raise BrokenSample(f"{field} has a row that is not finite or is zero")
     return rows
 
 
@@ -186,14 +189,24 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
 
     Returns:
         [3, H, W] uint8.
+
+    Raises:
+        BrokenSample: If the crop exceeds the image, which then is not the one that was recorded.
     """
     # Imported here, because the import takes seconds and few runs need it.
     from torchvision.transforms import InterpolationMode, functional
     from torchvision.transforms.autoaugment import _apply_op
 
     crop, operations = entry
-    box = crop or [0, 0, image.height, image.width]
-    image = functional.resized_crop(image, *box, list(spec.size), InterpolationMode.BICUBIC)
+    top, left, height, width = crop or (0, 0, image.height, image.width)
+    if not (0 <= top <= image.height - height and 0 <= left <= image.width - width):
+        raise BrokenSample(
+            f"the recorded crop {crop} exceeds the image of {image.width} x {image.height} pixels; it may have been "
+            "resized since"
+        )
+    image = functional.resized_crop(
+        image, top, left, height, width, list(spec.size), InterpolationMode.BICUBIC
+    )
     for number, magnitude in operations or ():
         name = OPERATIONS[number]
         image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)

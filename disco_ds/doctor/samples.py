@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from disco_ds.data import (
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.sources.load import find_stored
 from disco_ds.data.sources.selection import Selection
+from disco_ds.data.stored import StoredEmbeddings
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
@@ -68,10 +69,14 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         ValueError: See load_sources and Inputs.build.
     """
     inputs = Inputs.build(config)
+    parts = [config.data.settings_of(part) for part in config.data.parts]
+    sources = load_sources(config.data)
+    if config.teacher:
+        inputs = replace(inputs, stored=find_stored(parts, config.teacher, sources))
     samples: list[Sample] = []
     first_id = 0
-    for part, source in zip(config.data.parts, load_sources(config.data), strict=True):
-        line, read = inputs.read(source, config.data.settings_of(part), first_id)
+    for part, source in zip(parts, sources, strict=True):
+        line, read = inputs.read(source, part, first_id)
         yield line
         samples += read
         first_id += source.num_samples
@@ -131,6 +136,8 @@ class Inputs:
     config: Config
     model: Any
     tokenizer: Any
+    stored: StoredEmbeddings | None = None
+    """Where the embeddings of the recipe's teacher are stored."""
 
     @classmethod
     def build(cls, config: Config) -> Inputs:
@@ -154,37 +161,34 @@ class Inputs:
 
         look = read_preprocessing(self.model)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-        form = SampleForm(spec, tokenize, *read_text_size(self.model))
-        if self.config.teacher:
-            form = replace(form, stored=find_stored([data], self.config.teacher, [source]))
-        reader = source.open_samples(data, form, self.config.seed, 1)
-        last = len(source.sizes) - 1
-        padding = self.tokenizer([""])[0, -1]
-        broken, dropped, samples = [], 0, []
-        chosen: set[tuple[int, int]] = set()
-        damaged: dict[int, str] = {}
-        for shard in (0, last // 2, last):
-            size = reader.count(shard) if data.index == "none" else source.sizes[shard]
-            # The samples are spread evenly over the shard.
-            chosen.update((shard, i * size // _NUM_READ) for i in range(_NUM_READ) if size)
-        for shard, entry in sorted(chosen):
-            index = first_id + sum(source.sizes[:shard]) + entry
-            try:
-                with breaks_sample(OSError):
-                    decode, row, _ = reader.read(shard, entry, 0, index)
-                    text = row[: form.context_length]
-                    image = decode()
-            except DroppedSample:
-                dropped += 1
-            except LostSample as error:
-                damaged[shard] = name_broken(reader.name, shard, entry, error)
-            except BrokenSample as error:
-                broken.append(name_broken(reader.name, shard, entry, error))
-            else:
-                caption = captions[0] if captions else ""
-                num_tokens = int((text != padding).sum())
-                samples.append(Sample(image, text, caption, num_tokens, index))
-        reader.close()
+        form = SampleForm(spec, tokenize, *read_text_size(self.model), stored=self.stored)
+        with closing(source.open_samples(data, form, self.config.seed, 1)) as reader:
+            last = len(source.sizes) - 1
+            padding = self.tokenizer([""])[0, -1]
+            broken, dropped, samples = [], 0, []
+            chosen: set[tuple[int, int]] = set()
+            damaged: dict[int, str] = {}
+            for shard in (0, last // 2, last):
+                size = reader.count(shard) if data.index == "none" else source.sizes[shard]
+                # The samples are spread evenly over the shard.
+                chosen.update((shard, i * size // _NUM_READ) for i in range(_NUM_READ) if size)
+            for shard, entry in sorted(chosen):
+                index = first_id + sum(source.sizes[:shard]) + entry
+                try:
+                    with breaks_sample(OSError):
+                        decode, row, _ = reader.read(shard, entry, 0, index)
+                        text = row[: form.context_length]
+                        image = decode()
+                except DroppedSample:
+                    dropped += 1
+                except LostSample as error:
+                    damaged[shard] = name_broken(reader.name, shard, entry, error)
+                except BrokenSample as error:
+                    broken.append(name_broken(reader.name, shard, entry, error))
+                else:
+                    caption = captions[0] if captions else ""
+                    num_tokens = int((text != padding).sum())
+                    samples.append(Sample(image, text, caption, num_tokens, index))
         line = _describe(data, len(chosen), broken, dropped, samples)
         if damaged:
             found = "; ".join([line.found, *damaged.values()])

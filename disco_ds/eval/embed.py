@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -58,11 +58,11 @@ class _Item:
     shard: int
     name: str
     members: Members | None = None
-    images: Tensor | None = None
-    """[n, 3, H, W] uint8, a crop for each view."""
+    images: np.ndarray | None = None
+    """[n, 3, H, W] uint8, a crop for each view. A worker would open a file for each tensor that it sends."""
     key: int = 0
     """Number that the random numbers of the augmentation depend on."""
-    tokens: Tensor | None = None
+    tokens: np.ndarray | None = None
     """[m, L], of all captions."""
     broken: str | None = None
     """Why the sample is broken. None with no members: it was dropped."""
@@ -82,12 +82,12 @@ class _Items(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, number: int) -> _Item:
         shard, entry = self.places[number]
-        torch.set_num_threads(1)
         name = f"{shard:06d}/{entry:06d}"
         samples, settings = self.samples, self.samples.settings
         try:
-            raw = samples.reader.read(shard, entry)
-            name = samples.name(shard, entry)
+            with breaks_sample(OSError):
+                raw = samples.reader.read(shard, entry)
+                name = samples.name(shard, entry)
             with breaks_sample():
                 members = samples.select(raw, shard, entry)
                 data = find_image(members, settings.image_key)
@@ -109,7 +109,7 @@ class _Items(Dataset):  # type: ignore[type-arg]
             return _Item(shard, name)
         except BrokenSample as error:
             return _Item(shard, name, broken=str(error))
-        return _Item(shard, name, raw, images, key, tokens)
+        return _Item(shard, name, raw, images.numpy(), key, tokens.numpy())
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,14 @@ class Embedder:
             return
         device = comm.local_device()
         crops = [item.images for item in items if item.images is not None]
-        images = torch.cat(crops).to(device)
+        images = torch.from_numpy(np.concatenate(crops)).to(device)
         if self.views:
             views = torch.arange(self.views, device=device).repeat(len(items))
             keys = torch.tensor([item.key for item in items], device=device)
             keys = keys.repeat_interleave(self.views)
             images = augment(images, views, keys, VIEW_SEED, self.config.data.augment)
         tokens = [item.tokens for item in items if item.tokens is not None]
-        text = torch.cat(tokens).to(device)
+        text = torch.from_numpy(np.concatenate(tokens)).to(device)
         rows = torch.cat([self.model(image=x)[0] for x in images.split(self.batch)])
         texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)])
         found = rows.float().cpu(), texts.float().cpu()
@@ -269,7 +269,7 @@ class _Writer:
         self.shard, self._path, self._num = shard, path, 0
         self._partial = path.with_name(f".{path.name}.partial")
         self._file = open(self._partial, "wb")  # noqa: SIM115 - close() closes it
-        self._tar = webdataset.TarWriter(self._file, encoder=False, mtime=0)
+        self._tar = webdataset.TarWriter(self._file, encoder=False, keep_meta=True, mtime=0)
 
     def add(self, name: str, members: Members, image: np.ndarray, text: np.ndarray) -> None:
         """Write a sample with its embeddings in fp16."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.data.captions import list_captions, number_caption, pick_caption
 from disco_ds.data.sources.load import find_stored
-from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, replay, unpack
+from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, read_array, replay, unpack
 from helpers.shards import CONTEXT, SPEC, VOCAB, picture, settings, tokenize, write_shards
 
 WIDTH, VIEWS = 6, 3
@@ -30,7 +31,7 @@ CAPTIONS = {"{txt}": 1.0, "{syn.json[syn_text][*]}": 1.0}
 def arrays(index: int) -> tuple[np.ndarray, np.ndarray]:
     """Embeddings [VIEWS, WIDTH] of the image and [3, WIDTH] of the captions, which name sample and row."""
     rows = np.arange(3)[:, None] + np.zeros((3, WIDTH))
-    rows[:, 0] = index
+    rows[:, 0], rows[:, -1] = index, 1
     return rows, rows + 10
 
 
@@ -199,11 +200,18 @@ def test_every_operation_is_repeated() -> None:
     [
         ({"img.npy": None}, "teacher: no img.npy; the sample has"),
         ({"img.npy": npy(np.ones((3, WIDTH, 1)))}, r"the shape \[3, 6, 1\]"),
-        ({"img.npy": npy(np.full((3, WIDTH), np.nan))}, "img.npy is not finite"),
+        ({"img.npy": npy(np.full((3, WIDTH), np.nan))}, "img.npy has a row that is not finite"),
+        ({"img.npy": npy(np.full((3, WIDTH), 3e38), "float32")}, "not finite or is zero"),
+        ({"txt.npy": npy(np.eye(3, WIDTH, 1) - np.eye(3, WIDTH, 1)[:1])}, "txt.npy has a row that"),
         ({"txt.npy": npy(np.ones((2, WIDTH)))}, "has 2 rows, but data.captions can produce 3"),
         ({"img.npy": npy(np.ones((3, 7)))}, "width of 7"),
         ({"img.npy": npy(np.array([{}, {}]), "O")}, "allow_pickle"),
         ({"paug.json": b'{"param_aug": [null]}'}, "has 1 entries, but img.npy has 3 rows"),
+        ({"paug.json": b'{"param_aug": [null, null, null]}'}, r"entry \d of paug.json\[.* is None"),
+        (
+            {"paug.json": json.dumps({"param_aug": [[[0, 5, 20, 20], None]] * 3}).encode()},
+            r"crop \[0, 5, 20, 20\] exceeds the image of 24 x 20 pixels",
+        ),
     ],
 )
 def test_sample_without_the_right_embeddings_is_refused(
@@ -220,6 +228,32 @@ def test_sample_without_the_right_embeddings_is_refused(
     with pytest.raises(AssertionError, match=words) as caught:
         read(loader(tmp_path, stored), 4)
     assert "00000.tar/00" in str(caught.value), "the sample is named"
+
+
+@pytest.mark.parametrize("changes", [{}, {"index": "none", "slots": 2}])
+def test_width_is_that_of_any_sample_with_embeddings(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return add(index, sample) | ({"img.npy": b""} if index < 2 else {})
+
+    write_shards(tmp_path, [0, 2, 10], change)
+    stored = StoredEmbeddings("img.npy", "txt.npy", None, WIDTH)
+    assert read(loader(tmp_path, stored, **changes), 1)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize("save", [lambda value, file: file.write(pickle.dumps(value)), torch.save])
+def test_code_in_a_pickle_does_not_run(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = io.BytesIO()
+    save({"x": Code()}, buffer)
+    with pytest.raises(pickle.UnpicklingError):
+        read_array("pth[x]", {"pth": buffer.getvalue()}, {})
+    assert capsys.readouterr().out == ""
 
 
 def test_captions_are_numbered_in_the_order_of_the_templates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -19,6 +21,7 @@ from PIL import Image
 from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
+from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import DataError, ImageSpec, Loader, SampleForm, Share, Staging, load_sources
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
@@ -340,6 +343,22 @@ def test_equal_captions_and_captions_that_fill_the_context_are_warnings(tmp_path
     ):
         assert words in line.found
     assert "--picture" in line.remedy
+
+
+def test_stored_embeddings_of_another_width_are_named(tmp_path: Path) -> None:
+    for name, width in (("one", 4), ("other", 6)):
+        file = io.BytesIO()
+        np.save(file, np.ones(width))
+        stored = {"img.npy": file.getvalue(), "txt.npy": file.getvalue()}
+        write_shards(tmp_path / name, [3], lambda index, sample, stored=stored: sample | stored)
+    sources = [{"shards": str(tmp_path / name)} for name in ("one", "other")]
+    teacher = TeacherSettings(image="img.npy", text="txt.npy")
+    config = data_of("unused", shards=None, sources=sources)
+    lines = examine(
+        "samples", lambda: check_samples(config.model_copy(update={"teacher": teacher}))
+    )
+    assert statuses(lines) == [("fail", "samples")]
+    assert "img.npy has a width of 6, but the width of the other samples" in lines[0].found
 
 
 def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:

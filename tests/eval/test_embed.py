@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import tarfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import open_clip
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
+from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import read_manifest
 from disco_ds.data.stored import unpack
 from disco_ds.training.build import build
@@ -113,7 +116,7 @@ def test_interrupted_command_continues_on_any_number_of_ranks(
     monkeypatch.setenv("RANK", "1")
     assert embed(path, to) == 0
     assert not (to / "manifest.json").exists()
-    first = (to / "000001.tar").stat().st_mtime_ns
+    first = (to / "000001.tar").stat().st_ino
     (to / ".000000.tar.partial").write_bytes(b"killed here")
     monkeypatch.setenv("RANK", "0")
     assert embed(path, to) == 0
@@ -121,7 +124,51 @@ def test_interrupted_command_continues_on_any_number_of_ranks(
     for name, data in contents(whole).items():
         if name.endswith(".tar"):
             assert (to / name).read_bytes() == data
-    assert (to / "000001.tar").stat().st_mtime_ns == first
+    assert (to / "000001.tar").stat().st_ino == first, "it is not written again"
+
+
+def few_files(path: Path, to: Path) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    return embed(path, to, "--views", "0", "--batch", "60", "data.workers=1")
+
+
+@pytest.mark.slow  # fast representative: test_interrupted_command_continues_on_any_number_of_ranks
+def test_large_batches_need_few_open_files(path: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "raw", [9, 150], sample)
+    to = tmp_path / "embedded"
+    assert run_ranks(few_files, 1, path, to, timeout_s=120, joined=False) == [0]
+    assert [shard.samples for shard in read_manifest(to / "manifest.json").values()] == [8, 150, 7]
+
+
+class OneUnreadable(Source):
+    """Three samples. Reading the second fails."""
+
+    sizes: ClassVar[list[int]] = [3]
+    fingerprint = "one unreadable"
+
+    def open(self, num_slots: int, window: int) -> Any:
+        return self
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        if entry == 1:
+            raise KeyError("no row")
+        return {"png": picture(entry), "txt": b"a text", "_note": b"kept"}
+
+    def name(self, shard: int, entry: int) -> str:
+        return f"row {entry}"
+
+    def close(self) -> None:
+        pass
+
+
+def test_unreadable_sample_of_a_custom_source_is_left_out(path: Path, tmp_path: Path) -> None:
+    to = tmp_path / "embedded"
+    custom = ["data.shards=null", f"data.source={__name__}:OneUnreadable", "data.slots=1"]
+    assert embed(path, to, *custom, "data.captions={'{txt}': 1}") == 0
+    with tarfile.open(to / "000000.tar") as tar:
+        names = tar.getnames()
+    members = ["_note", "img.npy", "png", "txt", "txt.npy"]
+    assert names == [f"00000{number}.{member}" for number in (0, 1) for member in members]
 
 
 def test_folder_of_other_embeddings_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,11 +23,12 @@ import torch
 
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
+from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
-from helpers.dist import free_port
+from helpers.dist import become_rank, free_port
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
 
@@ -163,6 +165,40 @@ def train_without_launcher(folder: Path, arguments: list[str]) -> None:
     args = parse_args(["train", *arguments])
     with ExitStack() as stack:
         train(build(load_config(args.config, args.overrides), args.resume, stack))
+
+
+def train_until_killed(folder: Path, arguments: list[str], name: str, step: int) -> Path:
+    """Train on two ranks without a launcher, SIGKILL the second one after a step, and return the run's folder."""
+    run, port = folder / "runs" / name, free_port()
+    context = multiprocessing.get_context("forkserver")
+    given = (port, folder, arguments)
+    ranks = [context.Process(target=_train_alone, args=(number, *given)) for number in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        (folder / "log.txt").touch()
+        wait_for(
+            lambda: any(run.glob("checkpoints/step-*")) and records(run)[-1]["step"] >= step,
+            f"step {step}",
+            folder,
+            120,
+        )
+        ranks[1].kill()
+        ranks[0].join(30)  # it finds that the other is lost
+        assert ranks[0].exitcode == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert not (run / "finished.json").exists()
+    return run
+
+
+def _train_alone(number: int, port: int, folder: Path, arguments: list[str]) -> None:
+    """One of two ranks, started without a launcher."""
+    become_rank(number, port, folder / f"{number}.log")
+    with comm.session(60):
+        train_without_launcher(folder, arguments)
 
 
 def _launcher(session: int) -> psutil.Process:

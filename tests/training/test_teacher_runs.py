@@ -23,7 +23,15 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
-from helpers.launched import equal_checkpoints, records
+from helpers.launched import (
+    CASES,
+    equal_checkpoints,
+    records,
+    same_as_uninterrupted,
+    train_until_killed,
+    train_without_launcher,
+    write_recipe,
+)
 from helpers.tiny_run import expect, image_sample, recipe, refused, write_shard
 from helpers.towers import BPE_SIZE, TINY, distance, masters
 
@@ -238,6 +246,23 @@ def resume_stored(path: Path) -> None:
 def test_run_with_stored_embeddings_resumes_to_the_bit(tmp_path: Path) -> None:
     path = recipe(tmp_path, **write_stored(tmp_path / "shards"))
     run_ranks(resume_stored, 2, path)
+
+
+@pytest.mark.slow  # fast representatives: the two tests of runs that resume to the bit
+@pytest.mark.parametrize("kind", ["stored", "model"])
+def test_killed_run_with_a_teacher_resumes_to_the_bit(tmp_path: Path, kind: str) -> None:
+    """Dropout, two micro-batches on each of two ranks, and a checkpoint in the middle of an epoch."""
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    changes = {"teacher": write_teacher(tmp_path)}
+    if kind == "stored":
+        changes = write_stored(tmp_path / "shards")
+    arguments += [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    arguments += ["steps=30", "checkpoint.every_steps=5", "lost_after_s=5"]
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
+    run = train_until_killed(folder, [*arguments, "name=cut"], "cut", 7)
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=cut", "--resume", "latest"])
+    same_as_uninterrupted(run, folder / "runs" / "whole")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -14,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from disco_ds.distributed import comm
-from helpers.dist import become_rank, free_port, run_ranks
+from helpers.dist import free_port, run_ranks
 from helpers.launched import (
     CASES,
     SAME,
@@ -29,6 +27,7 @@ from helpers.launched import (
     ranks_of,
     records,
     same_as_uninterrupted,
+    train_until_killed,
     train_without_launcher,
     wait_for,
     write_recipe,
@@ -60,41 +59,13 @@ def kill_at_step(
         return time.monotonic() - start
 
 
-def train_alone(number: int, port: int, folder: Path, arguments: list[str]) -> None:
-    """One of two ranks, started without a launcher."""
-    become_rank(number, port, folder / f"{number}.log")
-    with comm.session(60):
-        train_without_launcher(folder, arguments)
-
-
 def test_killed_run_resumes_as_the_uninterrupted_one(tmp_path):
     """As the slow test below, but without launchers, and killed once."""
     folder = tmp_path / "a folder"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     arguments += ["steps=12", "data.workers=0", "lost_after_s=5", "optim.name=muon"]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
-    run, port = folder / "runs" / "cut", free_port()
-    context = multiprocessing.get_context("forkserver")
-    given = (port, folder, [*arguments, "name=cut"])
-    ranks = [context.Process(target=train_alone, args=(number, *given)) for number in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        (folder / "log.txt").touch()
-        wait_for(
-            lambda: any(run.glob("checkpoints/step-*")) and records(run)[-1]["step"] >= 4,
-            "step 4",
-            folder,
-            120,
-        )
-        ranks[1].kill()
-        ranks[0].join(30)  # it finds that the other is lost
-        assert ranks[0].exitcode == 1
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    assert not (run / "finished.json").exists()
+    run = train_until_killed(folder, [*arguments, "name=cut"], "cut", 4)
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=cut", "--resume", "latest"])
     same_as_uninterrupted(run, folder / "runs" / "whole")
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.data.stored import StoredEmbeddings, check_record, read_array
 from disco_ds.names import load_custom, plural
 
-_NUM_MEASURED = 100
+_NUM_MEASURED = 10_000
 """Maximum number of samples that are read to find the width of stored embeddings."""
 
 
@@ -220,11 +221,14 @@ def find_stored(
 def _measure(samples: Samples, image: str) -> int:
     """Return the width of the embeddings of the first sample that has them."""
     reason = "there is no sample"
+    # A shard of data.index=none has the size 0. Its first sample is read.
+    sizes = enumerate(samples.source.sizes)
+    places = ((shard, entry) for shard, size in sizes for entry in range(size or 1))
     with closing(samples):
-        for entry in range(_NUM_MEASURED):
+        for shard, entry in islice(places, _NUM_MEASURED):
             try:
                 with breaks_sample(OSError):
-                    return read_array(image, samples.read_members(0, entry), {}).shape[-1]
+                    return read_array(image, samples.read_members(shard, entry), {}).shape[-1]
             except BrokenSample as error:
                 reason = str(error)
-    raise ValueError(f"none of the first {_NUM_MEASURED} samples has stored embeddings: {reason}")
+    raise ValueError(f"none of the first {_NUM_MEASURED:,} samples has stored embeddings: {reason}")
