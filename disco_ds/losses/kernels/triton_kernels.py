@@ -65,7 +65,9 @@ SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Maximum number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
+"""Maximum number of block elements per warp for kernels with these flags.
+
+They need more registers per element, and larger blocks would spill registers to memory."""
 
 _forced: triton.Config | None = None
 
