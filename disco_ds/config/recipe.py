@@ -369,7 +369,7 @@ class Config(Settings):
                 )
             if self.teacher.replay and self.data.augment.is_random:
                 raise ValueError(
-                    "remove data.augment: with teacher.replay, the stored embeddings are those of images without it"
+                    "remove data.augment: the stored embeddings include only the augmentations in teacher.replay"
                 )
         return self
 

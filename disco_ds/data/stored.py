@@ -141,7 +141,7 @@ def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
     if rows.ndim not in (1, 2) or not rows.numel():
         raise BrokenSample(f"{field} has the shape {list(rows.shape)}, expected [D] or [n, D]")
     if not torch.isfinite(rows).all():
-        raise BrokenSample(f"{field} contains NaN or infinite values")
+        raise BrokenSample(f"{field} is not finite")
     return rows
 
 

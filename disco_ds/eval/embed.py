@@ -181,8 +181,7 @@ class Embedder:
         for key, value in json.loads(json.dumps(record)).items():
             if before.get(key) != value:
                 raise ValueError(
-                    f"the embeddings in {folder} were begun with {key} {before.get(key)}, but it is now {value}; "
-                    "choose another folder"
+                    f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
                 )
 
     def _open(self, source: Source) -> Samples:

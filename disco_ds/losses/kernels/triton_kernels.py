@@ -83,10 +83,10 @@ def force(config: triton.Config | None) -> None:
 def worth_timing(
     configs: Sequence[triton.Config], args: dict[str, Any], **options: Any
 ) -> list[triton.Config]:
-    """Return the configurations to time for these arguments; only the first one for small tiles.
+    """Return the configurations to time for these arguments. For small tiles, this is only the first one.
 
-    For other tiles, these are the first one and, on GPUs that have them, the first persistent one, otherwise the second
-    one. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
+    For other tiles, it is the first one and one more: the first persistent one, or the second one if none is
+    persistent. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
 
     args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
     """
