@@ -374,7 +374,7 @@ class Lesson:
     blocks: Any
     """Compares the teacher's rows with its columns. Gathered or Ring."""
     rows: Tensor
-    """[b, D'], the teacher's features that correspond to the student's rows. Negated if its scale is negative."""
+    """[b, D'], the teacher's features of the side of the rows, negated if the teacher's scale is negative."""
     scale: Tensor
     """[1] float64, the absolute value of the teacher's scale."""
     shift: Tensor | None

@@ -29,9 +29,9 @@ def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[st
         group: The process group; None: all ranks.
 
     Returns:
-        pair_loss and teacher_loss. If the divergence is given, also teacher_kl and teacher_agreement: among the first
-        SAMPLE / N pairs of every rank, the fraction of images for which the student and the teachers find the same
-        text.
+        pair_loss and teacher_loss. If the divergence is given, also teacher_kl and teacher_agreement: the fraction
+        of images for which the student and the teachers find the same text, among the first SAMPLE / N pairs of every
+        rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
     found = dict(zip(names, parts.unbind(), strict=False))
@@ -62,7 +62,7 @@ def teach(
     rows: slice,
     settings: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Average the loss of the pairs and the cross-entropy with the teachers' targets by teacher_weight. Collective.
+    """Return the mean of the loss of the pairs and the cross-entropy with the teachers' targets, weighted. Collective.
 
     Args:
         loss: The loss of the pairs, 0-d.
@@ -70,7 +70,8 @@ def teach(
             images.
         embeddings: Features of this rank.
         rows: The range of these n pairs in the global batch.
-        settings: Provides teacher_weight and the process group.
+        settings: Provides the process group and teacher_weight, the weight of the cross-entropy. That of the loss is
+            1 - teacher_weight.
 
     Returns:
         The weighted loss, and the metrics of measure_lesson. Without teachers, `loss` and an empty dict.

@@ -187,9 +187,8 @@ def _plan_engine(
     elif level < 3:
         extra_gradients = largest  # the one that autograd is computing
         if level == 2 and K > 1:
-            gradients *= (
-                2  # the sum over the earlier micro-batches, and the gradients of the current one
-            )
+            # The sum over the earlier micro-batches, and the gradients of the current one.
+            gradients *= 2
     else:
         # This rank's share, and as many gathered parameters as the ds_config allows at a time.
         parameters = min(P + F, int(zero.max_live_parameters)) * e
