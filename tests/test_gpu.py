@@ -159,7 +159,7 @@ def one_graph(
 def one_step(
     config: Any, chunks: list[Batch], dropout: float = 0.0
 ) -> tuple[dict[str, Tensor], list[Rng]]:
-    """The gradient that one update of the engine used, and the generators before each micro-batch's first forward."""
+    """Return the gradient of one update, and the states of the generators before each micro-batch's first forward."""
     device, states = comm.local_device(), []
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -268,7 +268,9 @@ training on them. Run it again to continue after an interruption.
         help="the teacher: an open_clip model, as in model.name; without --pretrained: a run folder, a checkpoint or "
         "an export",
     )
-    parser.add_argument("--pretrained", metavar="FILE", help="its weights, as in model.pretrained")
+    parser.add_argument(
+        "--pretrained", metavar="FILE", help="the teacher's weights, as in model.pretrained"
+    )
     _add_recipe(parser)
     parser.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="the folder of the new shards"
@@ -286,7 +288,7 @@ training on them. Run it again to continue after an interruption.
         type=_number(int, 1, 2**20),
         default=256,
         metavar="N",
-        help="number of images per forward of the model (default: %(default)s)",
+        help="maximum number of images, or of texts, in a forward (default: %(default)s)",
     )
 
 

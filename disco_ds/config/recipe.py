@@ -62,21 +62,22 @@ class TeacherSettings(Settings):
     """The teacher's weights, as in model.pretrained."""
     image: StoredField | None = None
     """Instead of a model: where a sample's image embeddings are stored, such as img.npy, npz[image_emb] or
-    pth.gz[image_emb]. The array is [D], for any augmentation of the image, or [n, D], for n augmentations. In epoch e,
-    the image is augmented as for row e mod n: with the augmentation that `disco-ds embed` used, or with
-    teacher.replay."""
+    pth.gz[image_emb]. An array [D] is used for every augmentation of the image. An array [n, D] has a row for each of n
+    augmentations: in epoch e, the run uses row e mod n, and repeats its augmentation, which is that of `disco-ds embed`
+    or the one in teacher.replay."""
     text: StoredField | None = None
-    """Where a sample's text embeddings are stored, such as txt.npy. The array is [D], or [m, D] for the m captions that
-    data.captions can produce, in the order of the templates and, for `[*]`, of the items."""
+    """Where a sample's text embeddings are stored, such as txt.npy. The array is [D] for a single caption, or [m, D]
+    for the m captions that data.captions can produce: in the order of the templates and, for `[*]`, of the list's
+    items."""
     replay: StoredField | None = None
-    """Where the augmentations of the rows of teacher.image are recorded in DataCompDR's format: paug.json[param_aug].
-    Each is repeated with torchvision's operations. Null: they are those of `disco-ds embed`."""
+    """Where the augmentation of each row of teacher.image is recorded in DataCompDR's format, such as
+    paug.json[param_aug]. It is repeated with torchvision's operations. Null: the augmentations of `disco-ds embed`."""
     widths: tuple[PositiveCount, ...] | None = None
-    """Widths of the embeddings of several teachers, which are stored side by side, such as [768, 768]. Each is
-    normalized. The target is the mean of the teachers' softmaxes. Null: one teacher, with the width of the first
-    sample."""
+    """Widths of several teachers' embeddings if each stored row concatenates them, such as [768, 768]. The embeddings
+    of each teacher are normalized, and the target is the mean of the teachers' softmaxes. Null: one teacher, with the
+    width of the first sample."""
     scale: tuple[PositiveFloat, ...] | PositiveFloat = 100.0
-    """Logit scale of stored embeddings, or a list with the scale of each teacher. A model has its own."""
+    """Logit scale for stored embeddings, or a list with the scale of each teacher. A model uses its learned scale."""
     bias: float | None = None
     """Logit bias of stored embeddings. loss.name=siglip needs it."""
     weight: float = Field(1.0, ge=0, le=1)
@@ -368,7 +369,7 @@ class Config(Settings):
                 )
             if self.teacher.replay and self.data.augment.is_random:
                 raise ValueError(
-                    "remove data.augment: with teacher.replay, the stored embeddings are those of images without it"
+                    "remove data.augment: the stored embeddings include only the augmentations in teacher.replay"
                 )
         return self
 

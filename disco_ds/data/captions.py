@@ -67,8 +67,8 @@ def number_caption(
 ) -> tuple[int, int]:
     """Return the number of the caption that pick_caption returns, and how many captions the templates can produce.
 
-    The captions are numbered in the order of the templates. A template with `[*]` produces one per item of the list. A
-    template whose fields the sample lacks produces none.
+    The captions are numbered from 0, in the order of the templates. A template with `[*]` produces one caption for each
+    item of the list. A template that cannot be filled produces none.
     """
     chosen = _pick_template(weights, uniform)
     number = total = 0
@@ -85,7 +85,11 @@ def number_caption(
 
 
 def list_captions(weights: dict[str, float], members: Members) -> list[str]:
-    """Return all captions that the templates can produce, in the order of number_caption."""
+    """Return all captions that the templates can produce, in the order of number_caption.
+
+    Raises:
+        BrokenSample: If a caption is empty or an item of a list cannot be used.
+    """
     found = []
     for template in weights:
         draws = _Draws(0.0)
@@ -130,18 +134,18 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
 
 @dataclass
 class _Draws:
-    """The choices of items of lists."""
+    """The items that are chosen from lists, one for each `[*]` in a template."""
 
     uniform: float
     """The random number in [0, 1) for the next `[*]`. Each `[*]` replaces it."""
     number: int = 0
-    """Number of the combination of items that was chosen."""
+    """Number of the chosen combination of items, from 0."""
     count: int = 1
-    """Number of combinations."""
+    """Number of possible combinations."""
 
 
 def _fill(template: str, members: Members, draws: _Draws) -> str:
-    """Fill a template. Raises one of _UNFILLED."""
+    """Fill a template, and update `draws`. Raises one of _UNFILLED if a field is missing or cannot be used."""
     text = ""
     for literal, field, _, _ in string.Formatter().parse(template):
         text += literal
@@ -151,7 +155,10 @@ def _fill(template: str, members: Members, draws: _Draws) -> str:
 
 
 def _fill_field(field: str, members: Members, draws: _Draws) -> str:
-    """Return the text of the first alternative of a field that is not missing, null, NaN or blank."""
+    """Return the text of the first alternative of a field that is not missing, null, NaN, infinite or blank.
+
+    The text of the last alternative may be blank.
+    """
     *others, last = field.split("|")
     for name in others:
         # Ignore only missing values. Any other error makes the sample broken.
@@ -166,8 +173,8 @@ def _look_up(name: str, members: Members, draws: _Draws) -> str:
     """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
 
     Raises:
-        LookupError: If it is missing, null, NaN or infinite.
-        ValueError: If it is a list, an object or a boolean.
+        LookupError: If the value is missing, null, NaN or infinite.
+        ValueError: If the value is a list, an object or a boolean.
     """
     member, *keys = KEYS.findall(name)
     value = members[member]

@@ -1,4 +1,4 @@
-"""A teacher's embeddings that are stored with the samples, and the augmentations for which they were computed.
+"""Teachers' embeddings that are stored with the samples, and the augmentations for which they were computed.
 
 Members may be `.npy`, `.npz`, `.pth` or `.pth.gz`. The last two hold a dictionary of tensors, as in Apple's DataCompDR.
 """
@@ -26,7 +26,7 @@ from disco_ds.data.order.counter_rng import keyed_int
 VIEW_SEED = 0
 """Seed of the augmentations for which embeddings are stored. They do not depend on the run's seed."""
 RECORD = "embed.json"
-"""File that `disco-ds embed` writes beside the shards: what the embeddings were computed from."""
+"""File next to the shards in which `disco-ds embed` records what the embeddings were computed from."""
 OPERATIONS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
     "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
@@ -47,16 +47,17 @@ class StoredEmbeddings:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher says about one sample."""
+    """The stored embeddings for one use of a sample, and what determines its augmentation."""
 
     view: int
-    """The epoch that the random numbers of the image depend on or, if there is a row per augmentation, its row."""
+    """Takes the place of the epoch in the random numbers of the augmentation: the epoch itself, or the row of the image
+    embedding if there is one for each augmentation."""
     key: int
-    """Number that takes the place of the sample's id in these random numbers. It fits into int64."""
+    """Takes the place of the sample's id in these random numbers. It fits into int64."""
     embeddings: Tensor
-    """[2, D] fp32, of the image and the caption."""
+    """[2, D] fp32: the embeddings of the image and of the caption."""
     replayed: list[Any] | None
-    """The entry of `param_aug`; None if the image is augmented as the settings say."""
+    """The augmentation to repeat, an entry of `param_aug`. None: augment the image as the settings say."""
 
     def pack(self) -> Tensor:
         """Return [1, 2 + D] int64: view, key, and the bits of the embeddings."""
@@ -81,15 +82,15 @@ def read_lesson(
     """Read the embeddings that belong to a sample's augmentation and caption.
 
     Args:
-        stored: Where they are.
+        stored: Where the embeddings are.
         members: The sample's members.
-        captions: The templates, and their weights.
-        drawn: The random numbers that pick_caption takes.
+        captions: The weight of each template, from data.captions.
+        drawn: The random numbers that were passed to pick_caption.
         image: The encoded image.
         place: Seed of the run, epoch and id of the sample.
 
     Raises:
-        BrokenSample: If an array is missing or has the wrong shape.
+        BrokenSample: If a field is missing, or if an array is not finite or has the wrong shape.
         DataError: If the width differs from that of the other samples.
     """
     parsed: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def read_lesson(
         )
     text = texts[number]
     seed, epoch, index = place
-    if images.ndim == 1:  # of the image, however it is augmented
+    if images.ndim == 1:  # one embedding for all augmentations
         if stored.replay:
             raise BrokenSample(
                 f"{stored.image} has one row, but teacher.replay needs one per augmentation"
@@ -132,7 +133,11 @@ def read_lesson(
 
 
 def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
-    """Return the array that a field names, [D] or [n, D], in fp32. See read_field."""
+    """Return the array that a field names, [D] or [n, D], in fp32. See read_field.
+
+    Raises:
+        BrokenSample: If the field is missing, or if the array is not finite or has another number of dimensions.
+    """
     value = read_field(field, members, parsed)
     rows = torch.as_tensor(value).float()
     if rows.ndim not in (1, 2) or not rows.numel():
@@ -147,9 +152,9 @@ def read_field(field: str, members: Members, parsed: dict[str, Any]) -> Any:
     """Return the value of a field such as img.npy, npz[image_emb] or paug.json[param_aug].
 
     Args:
-        field: The name of a member, and keys in brackets.
+        field: The name of a member, followed by keys in brackets.
         members: The sample's members.
-        parsed: Members that have been parsed; this function adds to it.
+        parsed: The members that have been parsed so far, by name. This function adds to it.
 
     Raises:
         BrokenSample: If the member or a key is missing.
@@ -184,8 +189,9 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
 
     Args:
         image: The decoded image.
-        spec: The model's image size. DataCompDR's is 224 x 224; with another one, the operations act on its pixels.
-        entry: [[top, left, height, width], [[operation, magnitude], ...]]; null: skipped.
+        spec: The model's image size. DataCompDR used 224 x 224 pixels. At another size, the operations have the same
+            magnitudes, which are pixels in translations.
+        entry: [[top, left, height, width], [[operation, magnitude], ...]]. A part that is null is skipped.
 
     Returns:
         [3, H, W] uint8.
@@ -214,7 +220,7 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
 
 
 def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
-    """Return what the stored rows depend on: the templates and, if there is a row per view, the augmentation."""
+    """Return what the stored embeddings depend on: the templates and, with more than 0 views, the augmentation."""
     found: dict[str, Any] = {"captions": list(settings.captions), "views": views}
     if views:
         keys = {"crop_scale", "crop_ratio", "augment"}
@@ -223,7 +229,7 @@ def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
 
 
 def check_record(folder: Path, settings: DataSettings) -> None:
-    """Compare the settings of a run with those of `disco-ds embed`, if it wrote the shards of a folder.
+    """Compare the settings of a run with those that `disco-ds embed` recorded, if it wrote the shards in the folder.
 
     Raises:
         ValueError: If the stored embeddings belong to other captions or augmentations.

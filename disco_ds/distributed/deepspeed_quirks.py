@@ -155,9 +155,9 @@ def _copy_together(engine: Engine) -> None:
 
 
 def clip_by(engine: Engine, trained: list[nn.Parameter], norm: Tensor) -> None:
-    """Make the next engine.step() at ZeRO 0 in fp32 clip by this norm of the gradients.
+    """Pass the known norm of the gradients to the clipping in the next engine.step(), at ZeRO 0 in fp32.
 
-    DeepSpeed 0.19 would compute the norm a second time, and would clip the gradient of each parameter separately.
+    DeepSpeed 0.19 would compute the norm again, and would clip the gradient of each parameter separately.
     """
     engine.clip_fp32_gradients = lambda: torch.nn.utils.clip_grads_with_norm_(
         trained, engine.gradient_clipping(), norm

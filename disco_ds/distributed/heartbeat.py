@@ -66,7 +66,7 @@ class Place(NamedTuple):
     step: int
     """Number of completed steps."""
     doing: str
-    """The phase that begins here, such as "forward"."""
+    """The phase that begins at the mark, such as "forward"."""
 
     def __str__(self) -> str:
         return f"step {self.step:,}, {self.doing}"
@@ -94,7 +94,7 @@ class Heartbeat:
       probably waiting for them in a collective, which the backend would end after timeout_s without
       naming any rank.
     - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
-      long and no rank is behind it, the run ends with an error that reports this rank's place.
+      long and no rank is behind it, the run ends with an error that reports this rank's last mark.
       Building, the first step (which compiles), evaluation and saving are not timed, because they may
       take hours. The backend's timeout still applies to collectives in these phases.
 

@@ -1,4 +1,4 @@
-"""Store a teacher's embeddings with the samples: the work of `disco-ds embed`.
+"""Store a teacher's embeddings with the samples, for `disco-ds embed`.
 
 Every rank writes its own shards, and no rank waits for another. A shard is renamed when it is complete, so an
 interrupted command continues where it stopped.
@@ -53,19 +53,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Item:
-    """A sample with all that the teacher will see of it, or the reason why there is nothing."""
+    """A sample and the teacher's inputs, or the reason why the sample is left out."""
 
     shard: int
     name: str
     members: Members | None = None
     images: np.ndarray | None = None
-    """[n, 3, H, W] uint8, a crop for each view. A worker would open a file for each tensor that it sends."""
+    """[n, 3, H, W] uint8: a crop for each view, or the resized image if there are no views. Not a tensor, because a
+    worker would open a file for each tensor that it sends."""
     key: int = 0
-    """Number that the random numbers of the augmentation depend on."""
+    """Hash of the image, which takes the place of the sample's id in the random numbers of the augmentation."""
     tokens: np.ndarray | None = None
-    """[m, L], of all captions."""
+    """[m, L]: the tokens of all captions."""
     broken: str | None = None
-    """Why the sample is broken. None with no members: it was dropped."""
+    """Why the sample is broken. If both this and `members` are None, the sample was dropped (see DroppedSample)."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,10 @@ class Embedder:
     Args:
         config: The recipe.
         model: The teacher, on this rank's device, in eval mode and in the precision of the recipe.
-        tokenizer: Its tokenizer.
-        identity: What identifies the teacher, for the record of the folder.
-        views: Number of augmentations of each image. 0: none; the image is resized as in evaluation.
-        batch: Number of images per forward.
+        tokenizer: The teacher's tokenizer.
+        identity: Name and digest of the teacher, which are recorded in the folder.
+        views: Number of augmentations of each image. 0: resize the image as in evaluation instead.
+        batch: Maximum number of images, or of texts, in a forward.
     """
 
     config: Config
@@ -136,8 +137,8 @@ class Embedder:
         """Write this rank's shards. The rank that completes the last one also writes the manifest.
 
         Raises:
-            ValueError: If the settings do not fit, or if the folder has embeddings of another teacher, other data or
-                other settings. Then nothing is written.
+            ValueError: If the data settings are invalid or not supported, or if the folder has shards of another
+                teacher, other data or other settings. In this case, nothing is written.
             DataError: If too many samples are broken.
             OSError: If a shard cannot be read or written.
         """
@@ -163,7 +164,7 @@ class Embedder:
         return load_sources(data)[0]
 
     def _record(self, folder: Path, source: Source) -> None:
-        """Write the record of the folder, or compare it with the one that is there."""
+        """Record in the folder what the embeddings depend on, or compare it with the existing record."""
         record = {
             "teacher": self.identity,
             "data": source.fingerprint,
@@ -263,7 +264,7 @@ class Embedder:
 
 
 class _Writer:
-    """Writes a shard under another name until it is complete."""
+    """Writes a shard under a temporary name, and renames it when it is complete."""
 
     def __init__(self, shard: int, path: Path):
         self.shard, self._path, self._num = shard, path, 0
@@ -275,14 +276,15 @@ class _Writer:
         """Write a sample with its embeddings in fp16."""
         if bad := [key for key in members if not _NAME.fullmatch(key)]:
             raise DataError(
-                f"the name {bad[0]!r} of a column or member cannot be a file's extension; rename it in lower case"
+                f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; rename it, "
+                "for example in lower case"
             )
         key = name.partition(".tar/")[2] or f"{self._num:06d}"
         self._num += 1
         self._tar.write({"__key__": key, **members, IMAGE: _pack(image), TEXT: _pack(text)})
 
     def close(self) -> None:
-        """Complete the shard."""
+        """Complete the shard, and rename it."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())

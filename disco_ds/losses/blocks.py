@@ -369,20 +369,20 @@ Blocks = Gathered | Ring
 
 @dataclass
 class Lesson:
-    """What the student learns from one teacher: the teacher's softmaxes over this rank's rows and columns."""
+    """One teacher's soft targets for this rank's pairs: softmaxes over the rows and columns of its similarities."""
 
     blocks: Any
-    """Compares the teacher's rows with its columns; Gathered or Ring."""
+    """Compares the teacher's rows with its columns. Gathered or Ring."""
     rows: Tensor
-    """[b, D']."""
+    """[b, D'], the teacher's features of the side of the rows, negated if the teacher's scale is negative."""
     scale: Tensor
-    """[1] float64, positive. For a teacher with a negative scale, the rows are turned instead."""
+    """[1] float64, the absolute value of the teacher's scale."""
     shift: Tensor | None
     """See kernels.Block."""
     x: Tensor
-    """[b] float64, the teacher's logits of the pairs."""
+    """[b] float64, the teacher's logits of the positive pairs."""
     others: Tensor
-    """[2, b] float64, logarithms of the sums over the rows and the columns, without the pairs."""
+    """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the positive pair."""
     weight: float
     """Weight of the teacher."""
     own: Tensor | None = None
@@ -390,16 +390,22 @@ class Lesson:
 
     @property
     def lse(self) -> Tensor:
-        """[2, b], logarithms of the sums over the rows and the columns, with the pairs."""
+        """[2, b], logarithms of the same sums, with the positive pair."""
         return torch.logaddexp(self.others, self.x)
 
     @property
     def on_others(self) -> Tensor:
-        """[b], the weight times the probability of all entries but the pair, in the row and in the column together."""
+        """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
         return self.weight * (self.others - self.lse).exp().sum(0)
 
     def target(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Target:
-        """Return the softmaxes over these columns, which have the logarithms `column_lse`."""
+        """Return the softmaxes over a block of columns.
+
+        Args:
+            columns: [m, D'], the teacher's features.
+            column_lse: [m], the entries of lse[1] for these columns.
+            first: See kernels.Block.
+        """
         row_scale = self.scale.expand(len(self.rows))
         column_scale = self.scale.expand(len(columns))
         tiling = self.blocks.tiling

@@ -187,7 +187,7 @@ def _teach(
         tiling: Provides the gain.
 
     Returns:
-        The loss, 0-d; and [3]: the loss of the pairs, the cross-entropy of the teachers, and the mean of
+        The loss, 0-d; and [3]: the loss of the pairs, the cross-entropy with the targets, and the mean of
         KL(teacher, student) over the teachers. The last is left out if the entropy was not measured.
     """
     b, gain = len(x), tiling.gain()

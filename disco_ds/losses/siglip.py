@@ -192,12 +192,12 @@ class _SigLIP(torch.autograd.Function):
 
 
 class _Lesson:
-    """What the student learns from one teacher: sigmoid(y) of every entry, with y = the teacher's z.
+    """One teacher's soft targets: sigmoid(y) for every entry, where y is the teacher's logit.
 
     Args:
-        rows: [b, D'].
-        columns: [b, D'].
-        teacher: Has the scale and the bias.
+        rows: [b, D'], the teacher's features.
+        columns: [b, D'], the teacher's features of the other side.
+        teacher: Provides the scale and the bias.
         weight: Weight of the teacher.
         loss: Provides the tiling and the comm dtype.
     """

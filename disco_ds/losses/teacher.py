@@ -1,6 +1,6 @@
-"""Soft targets of teachers: metrics, and the cross-entropy of losses that compute whole rows of similarities."""
+"""Teachers' soft targets: metrics for all losses, and cross-entropy for losses that compute whole rows of logits."""
 
-# b local batch, B global, D width, N ranks
+# b local batch, B global batch, N ranks
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from disco_ds.losses.base import Embeddings, Loss, Teacher
 from disco_ds.losses.kernels import full_dtype
 
 SAMPLE = 128
-"""Number of pairs of the global batch on which the agreement is measured."""
+"""Number of pairs on which the agreement is measured. Every rank contributes the same number, at least 1."""
 
 
 def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
-    """Return this rank's shares of the metrics of a loss with teachers. Collective.
+    """Return the metrics of a loss with teachers. Their means over ranks are the global values. Collective.
 
     Args:
         embeddings: Features of this rank.
-        parts: [2] or [3]: the loss of the pairs, the cross-entropy of the teachers and, if measured, the divergence.
+        parts: [2] or [3], this rank's loss of the pairs, cross-entropy with the teachers' targets and, optionally, KL
+            divergence from the teachers.
         group: The process group; None: all ranks.
 
     Returns:
-        pair_loss, teacher_loss, teacher_kl, and teacher_agreement: the fraction of the first SAMPLE images of the
-        global batch for which the student and the teachers find the same text among the first SAMPLE texts.
+        pair_loss and teacher_loss. If the divergence is given, also teacher_kl and teacher_agreement: the fraction
+        of images for which the student and the teachers find the same text, among the first SAMPLE / N pairs of every
+        rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
     found = dict(zip(names, parts.unbind(), strict=False))
@@ -47,7 +49,7 @@ def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[st
 
 
 def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
-    """Return the logits of the first pairs of every rank, [N count, N count] in fp32. Collective."""
+    """Return the logits of the first `count` pairs of every rank, [N count, N count] in fp32. Collective."""
     image, text = (x[:count].detach().float() for x in (features.image, features.text))
     sides = comm.gather(image, group), comm.gather(text, group)
     return features.scale.detach().float() * (sides[0] @ sides[1].T)
@@ -60,17 +62,19 @@ def teach(
     rows: slice,
     settings: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the teachers' targets to the loss of the pairs. Collective.
+    """Return the mean of the loss of the pairs and the cross-entropy with the teachers' targets, weighted. Collective.
 
     Args:
         loss: The loss of the pairs, 0-d.
-        logits: The logits of some images with all texts, and of some texts with all images, [b, B] each.
+        logits: [n, B] each: the logits of n images with all texts, and of the n texts of the same pairs with all
+            images.
         embeddings: Features of this rank.
-        rows: These images and texts in the global batch.
-        settings: Has teacher_weight and the process group.
+        rows: The range of these n pairs in the global batch.
+        settings: Provides the process group and teacher_weight, the weight of the cross-entropy. That of the loss is
+            1 - teacher_weight.
 
     Returns:
-        The loss, and this rank's shares of the metrics; without teachers, `loss` and an empty dict.
+        The weighted loss, and the metrics of measure_lesson. Without teachers, `loss` and an empty dict.
     """
     if not embeddings.teacher:
         return loss, {}

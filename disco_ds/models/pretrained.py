@@ -237,7 +237,10 @@ def load_weights(model: Any, path: Path, name: str) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a weight file, without the wrappers of trainers, DDP, Lightning and torch.compile.
+    """Read the tensors of a weight file.
+
+    If a trainer, DDP, Lightning or torch.compile wrapped the model, the enclosing dicts and the prefixes of the names
+    are removed.
 
     Raises:
         ValueError: If torch needs pickle to read the file, or the file does not contain exactly one set of weights.
@@ -282,9 +285,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
-    """Cut the text positions of the weights to the model's context length, or add the model's initial ones.
+    """Cut the text positions of the weights to the model's context length, or append the model's initial ones.
 
-    Positions keep their numbers, because a token's position does not depend on the number of tokens after it.
+    The positions are not interpolated, because a token's position does not depend on the number of tokens after it.
 
     Raises:
         ValueError: If the text towers have different widths.
@@ -301,8 +304,8 @@ def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
     tensors[key] = torch.cat([old[: len(new)], new[len(old) :]])
     if len(old) != len(new):
         logger.warning(
-            "the weights have %d text positions, the model has %d (text_cfg.context_length): positions keep their "
-            "numbers, and those at the end are cut or initialized randomly",
+            "the weights have %d text positions, the model has %d (text_cfg.context_length): the first "
+            "positions are loaded, and the rest are dropped or initialized randomly",
             len(old),
             len(new),
         )

@@ -1,6 +1,6 @@
-"""Predict the peak memory of a GPU and a host, by part and moment of a step.
+"""Predict the peak memory of a GPU, by part and moment of a step, and the memory of a rank on its host.
 
-The memory of DeepSpeed is predicted for version 0.19.
+DeepSpeed's memory is predicted for version 0.19.
 """
 
 # b: samples per rank = K micro-batches x m samples; N: number of ranks; e: bytes per parameter;
@@ -73,7 +73,7 @@ def plan_memory(
         assumed: Assumptions of the plan; None: the defaults.
 
     Raises:
-        ValueError: If the recipe does not fit the number of ranks, or its loss is unknown here.
+        ValueError: If the recipe cannot run on this number of ranks, or if plan/losses.py does not know its loss.
     """
     ds_config = render_ds_config(config, ranks)
     assumed = assumed or Assumptions()
@@ -104,7 +104,7 @@ def plan_memory(
     num_pixels = config.micro_batch * count_on_device(
         config.num_micro_batches(ranks), config.image_staging
     )
-    # The teacher's weights, and its features of all micro-batches and of the whole step.
+    # The teacher's weights, and its features twice: of each micro-batch, and concatenated.
     teacher = towers.teacher * PARAMETER_DTYPES[precision(ds_config)].itemsize
     teacher += 2 * 2 * 4 * b * towers.teacher_width
     ordered = {}
@@ -155,7 +155,7 @@ def _plan_engine(
     all_share = -(-(P + F) // N)
     largest = towers.largest * e
     bucket = e * int(zero.reduce_bucket_size)
-    if level == 2 and zero.overlap_comm:  # engine.py widens the bucket to the largest parameter
+    if level == 2 and zero.overlap_comm:  # see deepspeed_quirks.widen_bucket
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
     sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
@@ -178,15 +178,17 @@ def _plan_engine(
         backward_buffers = 0
         update_buffers = min(P, ALLREDUCE) * e
     elif level == 1 and not (zero.overlap_comm and K == 1):
-        # All gradients are held until they are copied into the bucket. Without a bucket, parts of their reduced copies
-        # replace them, and this rank's share ends inside such a copy.
+        # All gradients are held until they are copied into the bucket. Without a bucket, they are reduced in flat
+        # copies, and this rank keeps slices of these copies as its share. The last slice keeps its whole copy in
+        # memory.
         extra_gradients = P * e - (flattened if zero.contiguous_gradients else gradients)
         if not zero.contiguous_gradients:
             update_buffers += min(extra_gradients, flattened)
     elif level < 3:
         extra_gradients = largest  # the one that autograd is computing
         if level == 2 and K > 1:
-            gradients *= 2  # the sum over earlier micro-batches and the new gradients
+            # The sum over the earlier micro-batches, and the gradients of the current one.
+            gradients *= 2
     else:
         # This rank's share, and as many gathered parameters as the ds_config allows at a time.
         parameters = min(P + F, int(zero.max_live_parameters)) * e

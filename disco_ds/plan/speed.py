@@ -4,11 +4,12 @@ The default rates are fitted to measured steps (tests/plan/test_measured_steps.p
 ViT-B/32 and ViT-B/16, 0.385 to two of compiled ViT-L/14, and the factor EAGER to one step of each model that was not
 compiled.
 
-With overlap_comm, backward hides the reduction of gradients, except what is left when it ends, at least one bucket. At
-ZeRO 3, the passes also hide the gathering of parameters. All other communication is assumed not to overlap with
-computation, and overlap is assumed to slow neither down. Waiting for data, stragglers, latencies and the optimizer's
-computation are not counted. The first step
-also tunes the loss's kernels and compiles the towers, which is not counted.
+With overlap_comm, gradients are reduced while the backward computes, except those that are left when it ends, which are
+at least one bucket. At ZeRO 3, parameters are also gathered while the passes compute. All other communication is
+assumed not to overlap with computation, and overlap is assumed to slow neither down.
+
+Not counted: waiting for data, stragglers, latencies, the optimizer's computation, and in the first step the tuning of
+the loss's kernels and the compilation of the towers.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from disco_ds.plan.towers import Towers
 RATES = {"ViT-B-32": 0.33, "ViT-B-16": 0.33, "ViT-L-14": 0.385}
 """Fraction of the GPU's nominal 16-bit FLOP/s that compiled towers reached in autocast."""
 MEASURED_ON = ("H100-80G", "H200")
+"""GPUs on which the rates were measured."""
 EAGER = 0.78
 """Rate of towers that are not compiled, relative to compiled ones."""
 OTHER_RATE = 0.33
-"""Guess for other models, before EAGER."""
+"""Guess for other models. It is multiplied by EAGER if the towers are not compiled."""
 OPEN_CLIP_RATE = 0.2
-"""Guess for towers as open_clip builds them: DisCo-CLIP's Table 4 gives 0.19 for ViT-B/32 on A100s."""
+"""Guess for model.towers=open_clip: DisCo-CLIP's Table 4 gives 0.19 for ViT-B/32 on A100s."""
 LOSS_RATE = 0.38
-"""Fraction that the tiled losses reached on an H200, with 0.39 for disco_fused and 0.48 for siglip on one GPU."""
+"""Guess for the tiled losses: on one H200, disco_fused reached 0.39 and siglip 0.48 (docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Speed:
 def plan_speed(
     config: Config, ranks: int, towers: Towers, gpu: Gpu, assumed: Assumptions
 ) -> Speed | None:
-    """Predict the times of a step; None if the GPU's rates are unknown."""
+    """Predict the times of a step. Return None if the GPU's FLOP/s or the bandwidth of its link is unknown."""
     if not (gpu.half and gpu.link):
         return None
     K = config.num_micro_batches(ranks)
@@ -125,9 +127,9 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
 
 
 def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
-    """Return how much of the communication is hidden if the buckets become ready at equal intervals of a window.
+    """Return the part of the communication time that overlaps with a window of computation.
 
-    The last bucket is ready when the window ends.
+    The buckets become ready at equal intervals in the window, the last one at its end.
     """
     bucket_s = comm_s / num_buckets
     exposed_s = max(bucket_s, comm_s - window_s * (1 - 1 / num_buckets))

@@ -82,7 +82,8 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
     path, checkpoint = split_resume(resume)
     if not ((path / CHECKPOINTS).is_dir() or (path / FINISHED).is_file()):
         raise ValueError(
-            f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/), nor RUN/{CHECKPOINTS}/step-N"
+            f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/) or a checkpoint "
+            f"(RUN/{CHECKPOINTS}/step-N)"
         )
     if checkpoint and not checkpoint.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint")

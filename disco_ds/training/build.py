@@ -380,7 +380,7 @@ def build_loader(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return a function for each tracker that writes metrics to it. The keys are the trackers' names in messages."""
+    """Return the functions that write metrics to the trackers, by the trackers' names in messages."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,

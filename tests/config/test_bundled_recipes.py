@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from disco_ds.config import PACKAGE, load_config
+from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import trace
@@ -16,6 +17,7 @@ from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.build import build
 from disco_ds.training.loop import finish, train
 from helpers.dist import run_ranks
+from helpers.paths import ROOT
 
 LARGE = {
     "vit_b_32_32k": "A100-40G",
@@ -74,7 +76,8 @@ def plan_total(name: str) -> int:
 def test_recipe_fits_the_gpu_it_is_for(name: str) -> None:
     # In a new process, because a trace depends on what earlier tests have set in torch.
     (total,) = run_ranks(plan_total, 1, name, joined=False)
-    gib = find_gpu(LARGE[name]).gib
-    assert total <= gib * GIB
-    text = (PACKAGE / "recipes" / f"{name}.yaml").read_text()
-    assert f"{total / GIB:.1f} of {gib:g} GiB" in text, "its comment has the planned memory"
+    assert total <= find_gpu(LARGE[name]).gib * GIB
+    assert re.search(
+        rf"\| `{name}` \| .*{re.escape(LARGE[name])} \| {total / GIB:.1f}, ",
+        (ROOT / "docs" / "results.md").read_text(),
+    )

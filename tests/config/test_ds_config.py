@@ -36,9 +36,6 @@ def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, 
     return found
 
 
-# The ds_config
-
-
 def test_bundled_ds_configs_are_these() -> None:
     assert sorted(path.stem for path in find_ds_configs().glob("*.json")) == sorted(BUNDLED)
 
@@ -257,9 +254,6 @@ def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"mine.json.*{words}"):
         read_ds_config(str(path), tmp_path)
-
-
-# Precision
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -79,7 +79,10 @@ def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
 
 
 def half_products() -> list[str]:
-    """16-bit factors, and a 16-bit comm_dtype, against what the naive computation loses when its inputs are rounded."""
+    """Compute in 16-bit precision, with and without a 16-bit comm_dtype.
+
+    The limit is twice the error of the naive loss of rounded features.
+    """
     failures = []
     for kind, scale in [(kind, s) for kind in ("random", "repeated", "aligned") for s in SCALES]:
         image, text = features(50 * comm.size(), 96, torch.float32, kind)

@@ -169,7 +169,7 @@ def test_find_run_folder_takes_the_path_of_a_checkpoint(
     assert split_resume("../../a") == (Path("../../a"), None)
     with pytest.raises(ValueError, match=r"step-00000041: there is no such checkpoint"):
         find_run_folder(tmp_path, "b", "step-00000041")
-    with pytest.raises(ValueError, match=r"not a run folder .*, nor RUN/checkpoints/step-N"):
+    with pytest.raises(ValueError, match=r"not a run folder .*\(RUN/checkpoints/step-N"):
         find_run_folder(tmp_path, "b", "set-aside-step-00000050")
 
 

@@ -157,8 +157,8 @@ def settings(
         micro_batch: Number of samples in a micro-batch.
         count: Number of micro-batches in a step.
         rehearse: Whether to use a tiny model and micro-batch.
-        changes: Settings and whole sections that replace the defaults below. The section `model` does not replace the
-            name of the model, but is added to it.
+        changes: Settings and whole sections that replace the defaults below. Only the section `model` is merged with
+            its default, which is the name.
     """
     m = 8 if rehearse else micro_batch
     tree = {

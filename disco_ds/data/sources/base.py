@@ -61,8 +61,8 @@ class SampleForm:
     teacher_length: int = 0
     """Number of tokens per caption of teacher_tokenize."""
     stored: StoredEmbeddings | None = None
-    """Where the embeddings of a teacher are stored; None if there are none. They follow the model's tokens, packed as
-    Lesson.pack does."""
+    """Where the teachers' embeddings are stored; None if there are none. In a sample's row of tokens, they come last,
+    as returned by Lesson.pack."""
 
     @property
     def row_length(self) -> int:

@@ -1,8 +1,8 @@
 """Selection and preparation of samples: data.uids, data.filter and data.transforms, applied to one sample at a time.
 
-A sample that they leave out is dropped: the slot's next sample takes its place, and the dropped sample does not count
-as broken. Stages that join or reorder samples, such as webdataset's batched and shuffle, are refused, because they
-would change the data order.
+A sample that these settings exclude is dropped: the slot's next sample takes its place, and the dropped sample does
+not count as broken. Stages that join or reorder samples, such as webdataset's batched and shuffle, are refused, because
+they would change the data order.
 """
 
 from __future__ import annotations

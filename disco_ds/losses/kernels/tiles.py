@@ -19,7 +19,7 @@ Impl = Literal["auto", "torch", "triton"]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
-"""Largest size of a tile that is written to a GPU's memory, after it is rounded to `precision`."""
+"""Maximum size of a tile that is written to a GPU's memory. Its elements are stored in `precision`."""
 PRODUCT_BLOCK = 128 * 256
 """Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
 PLANNED_MULTIPROCESSORS = 132

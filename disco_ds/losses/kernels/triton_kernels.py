@@ -65,7 +65,9 @@ SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Maximum number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
+"""Maximum number of block elements per warp for kernels with these flags.
+
+They need more registers per element, and larger blocks would spill registers to memory."""
 
 _forced: triton.Config | None = None
 
@@ -81,10 +83,10 @@ def force(config: triton.Config | None) -> None:
 def worth_timing(
     configs: Sequence[triton.Config], args: dict[str, Any], **options: Any
 ) -> list[triton.Config]:
-    """Return the configurations to time for these arguments; only the first one for small tiles.
+    """Return the configurations to time for these arguments. For small tiles, this is only the first one.
 
-    For other tiles, these are the first one and, on GPUs that have them, the first persistent one, otherwise the second
-    one. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
+    For other tiles, it is the first one and one more: the first persistent one, or the second one if none is
+    persistent. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
 
     args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
     """
