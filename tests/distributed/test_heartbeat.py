@@ -152,7 +152,8 @@ def check_frozen(group: Ranks) -> None:
 def check_hung(group: Ranks) -> None:
     """The rank that hangs leaves the stack of the call in which it hangs."""
     group.check_named(FAULTY, "last step 10, reading", "the others have waited ")
-    assert f"for rank {FAULTY} on " in group.said(FAULTY)
+    # On a busy machine, this rank may not know yet that the others wait for it.
+    assert f"rank {FAULTY} on " in group.said(FAULTY)
     assert "misbehave" in group.stacks(FAULTY)
     assert "misbehave" not in group.stacks(0)
 
