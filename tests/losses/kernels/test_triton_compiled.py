@@ -41,7 +41,7 @@ def problems(
     return [f"{variant} {precision} D {D} sm_{arch} {config}: {text}" for text in wrong]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_default_configurations_compile_without_spills_for_the_tensor_cores(arch):
     wrong = [text for variant in tool.VARIANTS for text in problems(variant, "fp16", 512, 0, arch)]
     assert not wrong, "\n".join(wrong)
