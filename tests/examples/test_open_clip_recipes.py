@@ -121,10 +121,7 @@ def test_there_is_a_recipe_for_each_of_open_clip_s_examples() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "laion400m"))
-        for path in RECIPES
-    ],
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "laion400m")) for path in RECIPES],
     ids=lambda path: path.stem,
 )
 def test_recipe_passes_dry_run_and_plan(
