@@ -123,7 +123,7 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
     if model.label not in RATES or precision(config.deepspeed) != "autocast":
         return rate, f"a guess from {', '.join(RATES)} on {cards} in autocast"
     how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {cards}"
-    return rate, how if gpu.name in MEASURED_ON else f"a guess: {how}"
+    return rate, how if gpu.name in MEASURED_ON else f"a guess for this GPU: {how}"
 
 
 def hide(comm_s: float, window_s: float, num_buckets: int) -> float:

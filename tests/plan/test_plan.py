@@ -537,7 +537,7 @@ def test_plan_says_where_the_rate_comes_from(tmp_path: Path) -> None:
 
     assert source("H200") == "measured for ViT-L-14, compiled, on H100-80G and H200"
     assert "ViT-L-14, not compiled, on" in source("H200", model__compile=False)
-    assert source("A100-40G").startswith("a guess: measured for ViT-L-14")
+    assert source("A100-40G").startswith("a guess for this GPU: measured for ViT-L-14")
     assert source("H200", {}).startswith("a guess from ViT-B-32")
     assert source("H200", name="RN50").startswith("a guess from ViT-B-32")
     assert source("H200", model__towers="open_clip") == "a guess"
