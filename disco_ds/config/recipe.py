@@ -61,17 +61,18 @@ class TeacherSettings(Settings):
     pretrained: Path | None = None
     """The teacher's weights, as in model.pretrained."""
     image: StoredField | None = None
-    """Instead of a model: where a sample's image embeddings are stored, such as img.npy, npz[image_emb] or
-    pth.gz[image_emb]. An array [D] is used for every augmentation of the image. An array [n, D] has a row for each of n
-    augmentations: in epoch e, the run uses row e mod n, and repeats its augmentation, which is that of `disco-ds embed`
-    or the one in teacher.replay."""
+    """Instead of a model: member that contains a sample's image embeddings, such as img.npy, or an array in a member,
+    such as npz[image_emb] or pth.gz[image_emb]. An array [D] is used for every augmentation of the image. An array
+    [n, D] has a row for each of n augmentations: in epoch e, the run uses row e mod n, and repeats its augmentation,
+    which is that of `disco-ds embed` or the one in teacher.replay."""
     text: StoredField | None = None
-    """Where a sample's text embeddings are stored, such as txt.npy. The array is [D] for a single caption, or [m, D]
-    for the m captions that data.captions can produce: in the order of the templates and, for `[*]`, of the list's
-    items."""
+    """Member that contains a sample's text embeddings, such as txt.npy, or an array in a member. The array is [D] for a
+    single caption, or [m, D] for the m captions that data.captions can produce: in the order of the templates and, for
+    `[*]`, of the list's items."""
     replay: StoredField | None = None
-    """Where the augmentation of each row of teacher.image is recorded in DataCompDR's format, such as
-    paug.json[param_aug]. It is repeated with torchvision's operations. Null: the augmentations of `disco-ds embed`."""
+    """Member that records the augmentation of each row of teacher.image in DataCompDR's format, such as
+    paug.json[param_aug]. The augmentation is repeated with torchvision's operations. Null: the augmentations of
+    `disco-ds embed`."""
     widths: tuple[PositiveCount, ...] | None = None
     """Widths of several teachers' embeddings if each stored row concatenates them, such as [768, 768]. The embeddings
     of each teacher are normalized, and the target is the mean of the teachers' softmaxes. Null: one teacher, with the

@@ -137,7 +137,7 @@ class Inputs:
     model: Any
     tokenizer: Any
     stored: StoredEmbeddings | None = None
-    """Where the embeddings of the recipe's teacher are stored."""
+    """Location of the stored embeddings of the recipe's teachers, or None."""
 
     @classmethod
     def build(cls, config: Config) -> Inputs:

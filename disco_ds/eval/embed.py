@@ -66,7 +66,7 @@ class _Item:
     tokens: np.ndarray | None = None
     """[m, L]: the tokens of all captions."""
     broken: str | None = None
-    """Why the sample is broken. If both this and `members` are None, the sample was dropped (see DroppedSample)."""
+    """Reason why the sample is broken. A sample without this and without `members` was dropped (see DroppedSample)."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds.distributed import comm
-from disco_ds.losses import Embeddings, build_loss, list_losses
+from disco_ds.losses import Embeddings, Teacher, build_loss, list_losses
 from tools.bench import peers
 from tools.bench.peers import Method
 from tools.bench.ranks import run_ranks
@@ -38,6 +38,8 @@ GROUPED = ("ignored", "positives")
 
 1% of the pairs share a group with another pair.
 """
+TAUGHT = {"teacher_weight": 0.5}
+"""Options of the variant `taught`. Its teacher has the student's features."""
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
@@ -71,6 +73,8 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
         if name in ("disco_fused", "inf_cl", "siglip", "fastclip_v3"):
             options |= {f"{name} {p}": {"precision": p} for p in precisions}
     options["disco_fused unlogged"] = {"accuracy": False}
+    options["disco_fused taught"] = TAUGHT
+    options["disco_fused taught unlogged"] = TAUGHT | {"accuracy": False}
     for same_group in GROUPED:
         options[f"disco_fused {same_group}"] = {"same_group": same_group}
 
@@ -82,6 +86,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
     """Build a loss of this package. With `accuracy`, the loss also computes accuracies, as on logged steps."""
+    taught = "teacher_weight" in options
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
     loss.accuracy = accuracy
@@ -89,7 +94,8 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
     def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         index = torch.arange(len(image), device=image.device) + comm.rank() * len(image)
         group_id = torch.where(index % 200 == 1, index - 1, index)
-        return loss(Embeddings(image, text, scale, bias, index, group_id)).loss
+        teacher = [Teacher(*(x.detach() for x in (image, text, scale)))] if taught else []
+        return loss(Embeddings(image, text, scale, bias, index, group_id, teacher=teacher)).loss
 
     return run
 
@@ -251,7 +257,7 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
         name, *words = label.split()
         same_group = next((word for word in words if word in GROUPED), "negatives")
         true_name = name if name in list_losses() and name not in SAME_AS_CLIP else "clip"
-        true_options: dict[str, Any] = {}
+        true_options: dict[str, Any] = TAUGHT if "taught" in words else {}
         if same_group != "negatives":
             true_name, true_options = name, {"same_group": same_group}
         our_method(true_name, len(leaves[0]) * comm.size(), **true_options)(*double).backward()
@@ -320,10 +326,10 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
     print(
         f"B {args.batch:,}, D {args.width}, N {args.ranks}, s {args.scale:.1f}, {device}, torch {torch.__version__}"
     )
-    print(f"{'loss':22} {'ms':>10} {'memory MiB':>11} {'received MiB':>13} {'error':>9}")
+    print(f"{'loss':28} {'ms':>10} {'memory MiB':>11} {'received MiB':>13} {'error':>9}")
     for label, row in sorted(rows.items(), key=lambda item: item[1]["ms"]):
         memory, received = row["memory_bytes"] / 2**20, row["received_bytes"] / 2**20
-        print(f"{label:22} {row['ms']:10.1f} {memory:11.1f} {received:13.1f} {row['error']:9.1e}")
+        print(f"{label:28} {row['ms']:10.1f} {memory:11.1f} {received:13.1f} {row['error']:9.1e}")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -61,8 +61,8 @@ class SampleForm:
     teacher_length: int = 0
     """Number of tokens per caption of teacher_tokenize."""
     stored: StoredEmbeddings | None = None
-    """Where the teachers' embeddings are stored; None if there are none. In a sample's row of tokens, they come last,
-    as returned by Lesson.pack."""
+    """Location of the teachers' embeddings that are stored with the samples, or None. The embeddings of a sample are
+    packed by Lesson.pack and follow its tokens."""
 
     @property
     def row_length(self) -> int:
