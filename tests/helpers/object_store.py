@@ -1,4 +1,4 @@
-"""rclone's servers, and a proxy in front of them that delays and cuts connections."""
+"""rclone's servers, and a proxy in front of them that cuts connections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def free_port() -> int:
 class Proxy:
     """Forwards connections to a port of this host. It counts what the server sends, and may cut connections."""
 
-    def __init__(self, port: int, delay_s: float) -> None:
-        self._target, self._delay_s = port, delay_s
+    def __init__(self, port: int) -> None:
+        self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = int(self._listener.getsockname()[1])
         self.sent = 0
-        self.received = 0
-        """Number of requests, if each arrives in one piece."""
         self.cuts: list[int] = []
         """Numbers of bytes after which the next connections break, one for each connection that sends more."""
         threading.Thread(target=self._accept, daemon=True).start()
@@ -51,10 +49,7 @@ class Proxy:
         done = 0
         with suppress(OSError):
             while data := source.recv(2**16):
-                if not answers:
-                    self.received += 1
-                    time.sleep(self._delay_s)
-                elif self.cuts and done + len(data) > self.cuts[0]:
+                if answers and self.cuts and done + len(data) > self.cuts[0]:
                     part = data[: self.cuts.pop(0) - done]
                     target.sendall(part)
                     self.sent += len(part)
@@ -72,13 +67,13 @@ class Proxy:
 
 
 @contextmanager
-def serve_rclone(kind: str, folder: Path, *options: str, delay_s: float = 0.0) -> Iterator[Proxy]:
+def serve_rclone(kind: str, folder: Path, *options: str) -> Iterator[Proxy]:
     """Serve a folder with `rclone serve`, behind a proxy. For s3, the sub-folders are buckets."""
     port = free_port()
     program = Path(sys.executable).parent / "rclone"
     command = [str(program), "serve", kind, *options, "--addr", f"127.0.0.1:{port}", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        proxy = Proxy(port, delay_s)
+        proxy = Proxy(port)
         try:
             wait_for(lambda: _answers(port))
             yield proxy

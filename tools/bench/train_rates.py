@@ -1,4 +1,4 @@
-"""Measure training on one GPU. bench_gpu.py runs these measurements, in a process group of one rank.
+"""Measure training on one GPU. tools/bench/gpu.py runs these measurements, in a process group of one rank.
 
 There are five kinds of slices:
   step       the time of a step on pixels that are already on the device, for disco_ds and for open_clip, each with and

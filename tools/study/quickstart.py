@@ -11,12 +11,13 @@ finished. The tool prints the tables of the studies.
 from __future__ import annotations
 
 import argparse
-import re
+import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-
-from tools.study.grid import call, train_all
 
 LOSSES = {"infonce": "disco", "siglip": "siglip"}
 POINTS = (4096, 16384, 65536)
@@ -24,12 +25,35 @@ BATCHES = (64, 256, 1024)
 SAMPLES = 4096
 SEEDS = range(5)
 BATCH = 128
-METRICS = ("validation loss", "validation top-1")
-CELL = re.compile(r"([\d.]+) ± ([\d.]+)")
+
+
+def call(arguments: list[str], log: Path) -> None:
+    """Run a disco-ds command on the CPU, in a process with one thread, and write its output to `log`.
+
+    Raises:
+        subprocess.CalledProcessError: If the command fails.
+    """
+    with open(log, "w", encoding="utf-8") as file:
+        subprocess.run(
+            [sys.executable, "-m", "disco_ds", *arguments],
+            env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=True,
+        )
+
+
+def train(name: str, settings: list[str], out: Path) -> None:
+    """Train the run <out>/<name>, unless it has finished. Its output is in <out>/<name>.log."""
+    folder = out / name
+    if not (folder / "finished.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        arguments = ["train", "--config", "quickstart", f"name={name}", f"runs={out}", *settings]
+        call(arguments, out / f"{name}.log")
 
 
 def train_parents(out: Path, jobs: int) -> None:
-    settings = {
+    runs = {
         f"{name}-{seed}": [
             f"loss.name={loss}",
             f"seed={seed}",
@@ -43,7 +67,9 @@ def train_parents(out: Path, jobs: int) -> None:
         ]
         for seed, (name, loss) in product(SEEDS, LOSSES.items())
     }
-    train_all(settings, out, jobs)
+    out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda name: train(name, runs[name], out), runs))
 
 
 def study(name: str, samples: int, out: Path) -> str:
