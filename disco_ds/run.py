@@ -161,7 +161,8 @@ def train_session(
         )
         if is_finished:
             return folder
-        # A stage has been trained, so if the next one cannot be built, the cause is a fault, and a restart may help.
+        # One stage has been trained. If the next one cannot be built, the settings are probably not the cause, so raise
+        # an error after which `disco-ds launch` restarts the run.
         resume, allow_change, refusal = str(folder), (), StopError
         # The engine contains reference cycles, so only the garbage collector frees its memory.
         gc.collect()
@@ -178,14 +179,15 @@ def _train_stage(
     uploads: Uploads | None,
     refusal: type[Exception],
 ) -> tuple[Path, bool, Uploads | None]:
-    """Train to the end of a stage. Collective.
+    """Build the run and train it to the end of its current stage. Collective.
 
-    The arguments are those of train_session, plus the requests to save or to stop, the uploads that the previous stage
-    left unfinished, and the class of the error that is raised if the stage cannot be built.
+    The first five parameters are those of train_session. `interrupts` contains the requests to save or to stop, and
+    `uploads` the uploads that the previous stage left unfinished. `refusal` is the class of the error that is raised if
+    the stage cannot be built.
 
     Returns:
-        The run folder, whether the run is finished and, if it is not, the uploads that the next stage
-        continues.
+        The run folder; whether the run is finished; and the unfinished uploads that the next stage
+        continues, or None if the run is finished.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -255,7 +257,7 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
     """Join the process group for the block, and leave it normally even if all ranks raise one of AGREED_ERRORS.
 
     Args:
-        timeout_s: See `comm.session`.
+        timeout_s: A collective operation fails if it takes longer than this many seconds.
 
     Yields:
         An exit stack that is closed before the ranks leave the process group.
@@ -320,8 +322,9 @@ def evaluate_run(
 
     Raises:
         RefusedError: If there is a mistake in the settings, data or weights.
-        ValueError: See run_training.
-        RendezvousError: See run_training.
+        ValueError: If this process has already joined a process group, or some of the launcher's
+            environment variables are missing.
+        RendezvousError: If the ranks cannot connect to each other.
         AgreedError: If an evaluation fails, for example because images cannot be read.
 
     Example:

@@ -23,7 +23,7 @@ from disco_ds.config.recipe import Config
 from disco_ds.config.recipe_yaml import Dumper, assign
 
 _MAIN = re.compile(r"(?:open_clip_train|training)[./]main(?:\.py)?\s(.*)")
-"""The program and, up to the end of its line, its flags."""
+"""Matches open_clip's training program. Group 1 contains the program's flags, up to the end of the line."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: the recipe was printed.
 
     Raises:
-        ValueError: See `translate`.
+        ValueError: If the command line cannot be parsed, does not train, or contains an invalid value.
     """
     print(translate(args.line, args.ranks), end="")
     return 0
@@ -44,7 +44,7 @@ def translate(line: str, ranks: int | None = None) -> str:
 
     Args:
         line: The flags, a command line with its launcher, or a shell script that contains one.
-        ranks: Number of GPUs. None: from torchrun, srun or #SBATCH in the line.
+        ranks: Number of GPUs. None: as in the arguments of torchrun or srun, or in #SBATCH lines.
 
     Raises:
         ValueError: If the line cannot be parsed, does not train, or contains an invalid value.

@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # With --check, local shards are read only if their size or modification time has changed. The
-                # manifest's counts of remote shards are not used: these shards are counted again, except those with
-                # published counts. With --full, every shard is read.
+                # A shard that was counted before is read only if its size or modification time has changed. With
+                # --check, a remote shard is counted again unless its count is published. With --full, all are read.
                 () if args.full or (args.check and is_remote) else known.values(),
                 remote,
                 published=(is_remote or not args.check) and not args.full,

@@ -280,15 +280,15 @@ training on them. Run it again to continue after an interruption.
         type=_number(int, 0, 1000),
         default=10,
         metavar="N",
-        help="number of augmentations of each image, as the recipe's data section describes them; the run will repeat "
-        "them. 0: store one embedding of the image without augmentation (default: %(default)s)",
+        help="number of augmentations of each image, as the recipe's data section describes them; training on the "
+        "shards repeats them. 0: store one embedding of the image without augmentation (default: %(default)s)",
     )
     parser.add_argument(
         "--batch",
         type=_number(int, 1, 2**20),
         default=256,
         metavar="N",
-        help="maximum number of images, or of texts, in a forward (default: %(default)s)",
+        help="maximum number of images, or of texts, in a forward pass (default: %(default)s)",
     )
 
 
@@ -431,7 +431,14 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
     parser.add_argument(
         "parents", nargs="+", metavar="RUN", help="run folders or checkpoints, one for each seed"
     )
-    parser.add_argument("--batches", nargs="+", type=count, required=True, metavar="B")
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=count,
+        required=True,
+        metavar="B",
+        help="global batches to compare",
+    )
     parser.add_argument(
         "--samples",
         type=count,

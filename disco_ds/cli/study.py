@@ -68,7 +68,15 @@ def run(args: argparse.Namespace) -> int:
 def prepare_branch(
     parent: str, batch: int, factor: float, args: argparse.Namespace
 ) -> tuple[Path, list[str]]:
-    """Link the parent's checkpoint and copy its settings into the folder of a branch, unless they are there already.
+    """Prepare the folder of a branch: link the parent's checkpoint and copy the parent's settings into it.
+
+    A folder that has been prepared before is not changed.
+
+    Args:
+        parent: Run folder or checkpoint that the branch starts from.
+        batch: Global batch of the branch.
+        factor: Factor of the learning rate; see --rates.
+        args: Arguments of the command.
 
     Returns:
         The folder, and the arguments of disco-ds that train the branch or resume it.

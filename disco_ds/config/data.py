@@ -13,8 +13,8 @@ from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
 LEAST_CACHE_GB = 100.0
-"""Size limit of the cache for remote shards if the recipe sets none, in units of 1e9 bytes. It is
-raised if the slots need more space, and lowered if the disk has less free space."""
+"""Default size limit of the cache for remote shards, in units of 1e9 bytes. The limit is raised if the
+shards that are read at the same time need more space, and lowered if the disk has less free space."""
 
 PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
@@ -79,11 +79,11 @@ class RemoteSettings(Settings):
     cache_gb: PositiveFloat | None = None
     """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
     90% of the disk space that is free or already used by the cache. Null: enough for all shards that
-    the slots of the host read or prefetch at the same time, but at least 100. If the shards that are
+    the host's slots (see data.slots) read or prefetch at the same time, but at least 100. If the shards that are
     read at the same time do not fit into the cache, the run refuses to start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
-    """Number of shards that each slot fetches from each source before they are needed, as long as the
-    cache has room. Shards that a slot shuffles together are fetched together, even if there are more
+    """Number of shards that each slot (see data.slots) fetches from each source before they are needed, as long as
+    the cache has room. Shards that a slot shuffles together are fetched together, even if there are more
     of them than this number. 0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, exclude=True)
     """Number of attempts to fetch a shard. An attempt resumes where the previous one stopped if the
@@ -218,7 +218,8 @@ class DataSettings(SampleSettings):
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
     next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken. An epoch
-    includes them, so a run makes more passes over the samples that are kept; `disco-ds doctor` reports how many."""
+    includes them, so a run makes more passes over the samples that are kept; `disco-ds doctor` reports the number of
+    passes."""
     slots: int | None = Field(None, gt=0, le=2**20)
     """Number of slots. A slot is a logical stream of samples, and all slots together make up the
     data order. The number must be a multiple of the number of ranks, and it stays the same when a
@@ -242,7 +243,7 @@ class DataSettings(SampleSettings):
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
     samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
-    fraction of the samples that it has read. A damaged shard loses its samples from the damage on; the run
+    fraction of the samples that it has read. If a shard is damaged, the samples after the damage are lost. The run
     stops if a worker finds more damaged shards than 3 plus this fraction of the shards that it has read."""
     max_pixels: PositiveCount = 89_478_485
     """Images with more pixels than this are skipped as possible decompression bombs."""
@@ -308,7 +309,7 @@ class DataSettings(SampleSettings):
         return self.worker_timeout_s / 5
 
     def settings_of(self, part: SampleSettings) -> DataSettings:
-        """Return these settings as they apply to one source, whose own values replace those in these settings."""
+        """Return these settings, with the values that one source sets for itself in place of the common ones."""
         if part is self:
             return self
         keys = {"image_key", "captions", "uids", "filter", "transforms"}

@@ -37,8 +37,8 @@ REMOVED: dict[str, tuple[object, str]] = {
     "log.wandb.group": (None, "set the environment variable WANDB_RUN_GROUP"),
     "log.wandb.entity": (None, "set the environment variable WANDB_ENTITY"),
 }
-"""Removed setting -> its former default, and what to do. It is refused if it has another value; run folders of earlier
-versions contain the defaults. Each entry stays for one release."""
+"""Removed setting -> its former default, and what to do instead. The config.yaml of an older run contains such settings
+with their defaults, so a default is ignored. Any other value is refused. Each entry stays for one release."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -73,7 +73,17 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _drop_removed(part: Any, keys: list[str], name: str, origin: str) -> None:
-    """Remove the setting REMOVED[name], whose remaining keys are given, from a part of the settings."""
+    """Delete a setting of REMOVED from the settings, in place.
+
+    Args:
+        part: A part of the settings, on which the function calls itself for each of its parts.
+        keys: Path from `part` to the setting.
+        name: Dotted name of the setting, a key of REMOVED.
+        origin: Where the settings come from, for error messages.
+
+    Raises:
+        ValueError: If the setting has another value than its former default.
+    """
     if isinstance(part, list):
         for item in part:
             _drop_removed(item, keys, name, origin)

@@ -83,13 +83,14 @@ class ModelSettings(Settings):
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     towers: Literal["auto", "open_clip"] = "auto"
-    """`auto`: replace parts of the towers with faster ones. They have the same parameters and compute the same
-    function up to rounding. Text towers do not compute padding that has no effect on the features. `open_clip`: leave
+    """`auto`: replace parts of the towers with faster implementations, which have the same parameters and compute the
+    same function up to rounding; text towers then skip padding that has no effect on the features. `open_clip`: leave
     the towers as open_clip builds them."""
     compile: bool | Literal["auto"] = "auto"
     """Apply torch.compile to each block of both towers, or to a whole tower if its blocks are unknown. `auto`: compile
-    on a GPU, unless Triton cannot run there or the run uses ZeRO 3; the log contains the reason. A tower whose blocks
-    are unknown is not compiled if activation checkpointing is on. `true` is refused in this case, and at ZeRO 3."""
+    on a GPU, unless Triton cannot run there or the run uses ZeRO 3; the log then contains the reason. With activation
+    checkpointing, a tower whose blocks are unknown is not compiled. `true`: compile, and refuse to start where `auto`
+    would not compile because of ZeRO 3 or activation checkpointing."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

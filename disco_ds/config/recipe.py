@@ -41,6 +41,7 @@ TAUGHT = ("clip", "disco", "disco_fused", "inf_cl", "siglip")
 
 
 StoredField = Annotated[str, Field(pattern=r"^[\w.-]+(\[[^\[\]]+\])*$")]
+"""Name of a tar member, such as img.npy, or of an entry in a member, such as npz[image_emb]."""
 
 
 class LossSettings(Settings):
@@ -61,18 +62,18 @@ class TeacherSettings(Settings):
     pretrained: Path | None = None
     """The teacher's weights, as in model.pretrained."""
     image: StoredField | None = None
-    """Instead of a model: member that contains a sample's image embeddings, such as img.npy, or an array in a member,
-    such as npz[image_emb] or pth.gz[image_emb]. An array [D] is used for every augmentation of the image. An array
-    [n, D] has a row for each of n augmentations: in epoch e, the run uses row e mod n, and repeats its augmentation,
-    which is that of `disco-ds embed` or the one in teacher.replay."""
+    """Tar member that contains the stored embeddings of a sample's image, such as img.npy, or an array in a member,
+    such as npz[image_emb] or pth.gz[image_emb]. Set it, and teacher.text, instead of a model. An array [D] is used for
+    every augmentation of the image. An array [n, D] has a row for each of n augmentations: in epoch e, the run uses row
+    e mod n, and augments the image as that row's image was augmented (see teacher.replay)."""
     text: StoredField | None = None
-    """Member that contains a sample's text embeddings, such as txt.npy, or an array in a member. The array is [D] for a
-    single caption, or [m, D] for the m captions that data.captions can produce: in the order of the templates and, for
-    `[*]`, of the list's items."""
+    """Tar member that contains the stored embeddings of a sample's captions, such as txt.npy, or an array in a member.
+    The array is [D] for a single caption, or [m, D] for the m captions that data.captions can produce. The rows are in
+    the order of the templates and, for a template with `[*]`, of the list's items."""
     replay: StoredField | None = None
-    """Member that records the augmentation of each row of teacher.image in DataCompDR's format, such as
-    paug.json[param_aug]. The augmentation is repeated with torchvision's operations. Null: the augmentations of
-    `disco-ds embed`."""
+    """Tar member that records the augmentation of each row of teacher.image in DataCompDR's format, such as
+    paug.json[param_aug]. The run repeats the augmentation with torchvision's operations. Null: the rows have the
+    augmentations of `disco-ds embed`."""
     widths: tuple[PositiveCount, ...] | None = None
     """Widths of several teachers' embeddings if each stored row concatenates them, such as [768, 768]. The embeddings
     of each teacher are normalized, and the target is the mean of the teachers' softmaxes. Null: one teacher, with the
@@ -108,7 +109,7 @@ class TeacherSettings(Settings):
 
     @property
     def settings(self) -> ModelSettings | None:
-        """The teacher as a model; None if its embeddings are stored."""
+        """The model settings of the teacher; None if its embeddings are stored."""
         if self.model is None:
             return None
         return ModelSettings(name=self.model, pretrained=self.pretrained)
@@ -434,7 +435,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _derive_timeouts(self) -> Config:
-        # An error that names a stuck worker or shard comes before the other ranks time out.
+        # These timeouts are shorter than timeout_s, so that the error that names a stuck worker or shard is raised
+        # before the other ranks time out.
         remote = self.data.remote.model_copy(update={"timeout_s": self.timeout_s / 10})
         update = {"worker_timeout_s": self.timeout_s / 2, "remote": remote}
         self.__dict__["data"] = self.data.model_copy(update=update)

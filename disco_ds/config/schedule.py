@@ -26,11 +26,11 @@ class Schedule:
     warmup_batch: int
     """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this size."""
     first_step: int = 0
-    """Number of steps that were completed before this process started; 0 for a new run."""
+    """Number of steps that were completed before the run was resumed or the current stage began; 0 for a new run."""
     first_samples: int = 0
-    """Number of samples in the first_step completed steps."""
+    """Number of samples in these first_step steps."""
     previous_batch: int = 0
-    """Number of samples in the last step before this process started; 0 for a new run."""
+    """Number of samples in the last of these steps; 0 for a new run."""
 
     def samples(self, step: int) -> int:
         """Return the number of samples that the run has seen after this step.
@@ -45,14 +45,14 @@ class Schedule:
 def make_schedule(
     config: Config, step: int = 0, samples: int = 0, previous_batch: int = 0, warmup_batch: int = 0
 ) -> Schedule:
-    """Return the schedule of a run from this step on.
+    """Return the schedule for the rest of a run, after its first `step` steps.
 
     Args:
         config: Settings of the whole run.
         step: Number of completed steps.
         samples: Number of samples in the completed steps.
         previous_batch: Number of samples in the last completed step.
-        warmup_batch: See Schedule; 0 for a new run.
+        warmup_batch: Global batch at the start of the run; 0 for a new run, whose config has it.
 
     Raises:
         ValueError: If a stage would end in the middle of a step, or the run is shorter than its warmup and cooldown.

@@ -86,7 +86,7 @@ def shrink(config: Config, ranks: int) -> Config:
     """Return the settings with a small model, SGD, and at most four small micro-batches per rank.
 
     Raises:
-        ValueError: See Config.num_micro_batches.
+        ValueError: If the recipe's global batch or number of ranks does not fit `ranks`.
     """
     model: dict[str, Any] = {
         "name": "two_layers",
@@ -126,7 +126,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     """Compare the gradient of all ranks with that of one process. Collective.
 
     Args:
-        small: See `shrink`.
+        small: Settings with a small model, as `shrink` returns them.
         alone: What `run_alone` returned; None on ranks that do not compare gradients.
 
     Raises:
@@ -165,7 +165,7 @@ def _step(small: Config, count: int) -> Result:
     """Return the gradient and the loss of one update by the engine. Collective.
 
     Args:
-        small: See `shrink`.
+        small: Settings with a small model, as `shrink` returns them.
         count: Number of micro-batches per rank.
     """
     model, loss, batch = _prepare(small, comm.local_device())
@@ -188,7 +188,7 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
     """Return the gradient and the loss of the whole batch, from a single forward and backward pass.
 
     Args:
-        small: See `shrink`.
+        small: Settings with a small model, as `shrink` returns them.
         kind: Precision of the towers: float64, fp32, autocast, bf16 or fp16.
         device: Device to run on.
     """

@@ -76,7 +76,8 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
         ranks_here: Number of ranks on this host; 0 means one per device, or all ranks if there is no device.
 
     Raises:
-        ValueError: See load_sources, count_slots, fit_cache, Config.with_samples and make_schedule.
+        ValueError: If the data cannot be opened, if data.slots does not fit the data or the ranks, if the cache cannot
+            contain the shards that are read at a time, or if the run's length is invalid.
     """
     sources = load_sources(config.data)
     for source in sources:

@@ -66,7 +66,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         picture: Path of a PNG to write, with some of the samples. None: draw nothing.
 
     Raises:
-        ValueError: See load_sources and Inputs.build.
+        ValueError: If the data cannot be opened, or the model or its tokenizer cannot be built.
     """
     inputs = Inputs.build(config)
     parts = [config.data.settings_of(part) for part in config.data.parts]
@@ -131,20 +131,20 @@ def find_kept(source: Source, settings: DataSettings) -> float:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The recipe's model and tokenizer, which turn samples into inputs."""
+    """The recipe's model and tokenizer. The methods read, check and draw samples as this model gets them."""
 
     config: Config
     model: Any
     tokenizer: Any
     stored: StoredEmbeddings | None = None
-    """Location of the stored embeddings of the recipe's teachers, or None."""
+    """Where a sample contains the stored embeddings of the recipe's teachers; None if it has none."""
 
     @classmethod
     def build(cls, config: Config) -> Inputs:
         """Build the model, with its weights if they are local files.
 
         Raises:
-            ValueError: See build_model and build_tokenizer.
+            ValueError: If the model settings are invalid, or the weights or the tokenizer cannot be loaded.
         """
         paths = [x for x in (config.model.pretrained, config.model.pretrained_image) if x]
         pretrained = bool(paths) and all(path.exists() for path in paths)
@@ -152,7 +152,16 @@ class Inputs:
         return cls(config, model, build_tokenizer(config.model, model))
 
     def read(self, source: Source, data: DataSettings, first_id: int) -> tuple[Line, list[Sample]]:
-        """Read a few samples of a source, whose first sample has the id `first_id`."""
+        """Read a few samples of a source, from its first, middle and last shard.
+
+        Args:
+            source: The source.
+            data: The data settings as they apply to this source.
+            first_id: Id of the source's first sample.
+
+        Returns:
+            The line that describes the samples, and those that could be read.
+        """
         captions: list[str] = []
 
         def tokenize(texts: list[str]) -> Tensor:

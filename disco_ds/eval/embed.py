@@ -1,7 +1,7 @@
 """Store a teacher's embeddings with the samples, for `disco-ds embed`.
 
-Every rank writes its own shards, and no rank waits for another. A shard is renamed when it is complete, so an
-interrupted command continues where it stopped.
+Every rank writes some of the shards, and no rank waits for another. A shard has a temporary name until it is complete,
+so a command that was interrupted and is run again writes only the shards that are missing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Item:
-    """A sample and the teacher's inputs, or the reason why the sample is left out."""
+    """A sample with the inputs of the teacher, or without them if the sample is broken or was dropped."""
 
     shard: int
     name: str
@@ -62,11 +62,11 @@ class _Item:
     """[n, 3, H, W] uint8: a crop for each view, or the resized image if there are no views. Not a tensor, because a
     worker would open a file for each tensor that it sends."""
     key: int = 0
-    """Hash of the image, which takes the place of the sample's id in the random numbers of the augmentation."""
+    """Hash of the image. It replaces the sample's id as the key of the augmentation's random numbers."""
     tokens: np.ndarray | None = None
     """[m, L]: the tokens of all captions."""
     broken: str | None = None
-    """Reason why the sample is broken. A sample without this and without `members` was dropped (see DroppedSample)."""
+    """Why the sample is broken, or None. If `members` is None too, the sample was dropped (see DroppedSample)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Embedder:
         tokenizer: The teacher's tokenizer.
         identity: Name and digest of the teacher, which are recorded in the folder.
         views: Number of augmentations of each image. 0: resize the image as in evaluation instead.
-        batch: Maximum number of images, or of texts, in a forward.
+        batch: Maximum number of images, or of texts, in a forward pass.
     """
 
     config: Config
@@ -134,7 +134,12 @@ class Embedder:
     batch: int
 
     def write(self, folder: Path, rank: int, size: int) -> None:
-        """Write this rank's shards. The rank that completes the last one also writes the manifest.
+        """Write this rank's shards. The rank that completes the last missing shard also writes the manifest.
+
+        Args:
+            folder: The folder of the new shards.
+            rank: Number of this rank.
+            size: Number of ranks, which write every size-th shard each.
 
         Raises:
             ValueError: If the data settings are invalid or not supported, or if the folder has shards of another
@@ -164,7 +169,11 @@ class Embedder:
         return load_sources(data)[0]
 
     def _record(self, folder: Path, source: Source) -> None:
-        """Record in the folder what the embeddings depend on, or compare it with the existing record."""
+        """Record in the folder what the embeddings depend on. If there is a record already, check that it is the same.
+
+        Raises:
+            ValueError: If the existing record differs, or if there are shards but no record.
+        """
         record = {
             "teacher": self.identity,
             "data": source.fingerprint,

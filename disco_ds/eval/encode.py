@@ -49,11 +49,11 @@ class Encoder:
     def encode_images(
         self, images: ImageSet
     ) -> Iterator[tuple[Tensor, list[tuple[Tensor, str, int]]]]:
-        """Encode this rank's readable images; every rank must iterate to the end.
+        """Encode this rank's share of a set. Every rank must iterate to the end.
 
         Yields:
-            Unit features [k, D], fp32, and the (image, text, id) of each of the k images. k is 0 if
-            this rank has no images left.
+            Unit features [k, D], fp32, and the (image, text, id) of each of the k images. Images that
+            cannot be read are left out. k is 0 if this rank has no images left.
 
         Raises:
             AgreedError: At the end, on all ranks, if shards cannot be read, no image can be read, or the features of an
@@ -109,7 +109,7 @@ class Encoder:
         For the validation loss, only the first caption of each image is encoded.
 
         Raises:
-            AgreedError: See encode_images.
+            AgreedError: On all ranks, if shards cannot be read, no image can be read, or features are not finite.
         """
         parts, texts, image_ids, text_ids = [], list[str](), list[int](), list[int]()
         for features, samples in self.encode_images(pairs):

@@ -30,8 +30,14 @@ def evaluation_settings(
 ) -> Config:
     """Return the settings for an evaluation.
 
-    They are the recipe or, by default, the settings of the model's run, with the overrides applied. If
-    there is neither, the overrides are applied to default settings.
+    The overrides are applied to the recipe. Without a recipe, they are applied to the settings of the
+    model's run or, if there is no run, to default settings.
+
+    Args:
+        model: See `load_model`.
+        overrides: Settings of the form `a.b=value`.
+        recipe: Name or path of a recipe, or None.
+        weights: See `load_model`. If given, the model has no run.
 
     Raises:
         ValueError: If the settings are invalid or name no evaluation set.
@@ -71,10 +77,11 @@ def load_model(
     """Load a model for evaluation.
 
     Args:
-        model: See `evaluate_run`.
-        weights: See `evaluate_run`.
-        ema: See `evaluate_run`.
-        recipe: Model settings that provide the preprocessing and activation for `weights`.
+        model: A run folder, a checkpoint folder or an export. If `weights` is given: the name of a
+            model, as in the setting model.name.
+        weights: Weights that open_clip can load into the model: a file, a folder or a tag.
+        ema: Whether to load the moving average of the run's weights instead of its last weights.
+        recipe: Settings from which a model with `weights` takes its preprocessing and its activation function.
 
     Returns:
         The model (on this rank's device, in eval mode) and its tokenizer.

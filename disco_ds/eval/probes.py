@@ -30,9 +30,9 @@ trained."""
 def probe(encoder: Encoder, images: ImageSet) -> Result:
     """Train probes on the images of `images.train`, and classify the images of the set. Collective.
 
-    The values are the accuracies of scikit-learn's KNeighborsClassifier (cosine distance) and LogisticRegression on
-    unit features, and the C of the latter. Only rank 0 computes them, but the features of both sets must fit in the
-    memory of every rank.
+    The values are the accuracies of scikit-learn's KNeighborsClassifier (`knn`, with cosine distance) and
+    LogisticRegression (`linear`), both on unit features, and the inverse regularization strength of the latter
+    (`linear_C`). Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
 
     Raises:
         AgreedError: If shards cannot be read, or the training images have too few labels.
@@ -100,7 +100,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
 
 
 def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], list[str]]:
-    """Return the features [n, D] and the labels of all ranks' images, in the order of the set."""
+    """Encode a set, and return the features [n, D] and the labels of all ranks, in the order of the set. Collective."""
     features, places = [], list[tuple[int, str]]()
     for rows, samples in encoder.encode_images(images):
         features.append(rows)

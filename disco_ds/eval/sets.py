@@ -235,14 +235,14 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     """Read the class name of each label from a file.
 
-    The file is JSON (a list, or a mapping from label to name) or text (in each line a name, or a label,
-    a tab and its name). A space also separates label and name if the lines cannot be names. If the file
-    has only names, they belong to the labels in sorted order. But if all labels are numbers, the first
-    name belongs to label 0 and so on, even if no sample has that label.
+    A JSON file contains a list of names, or a mapping from label to name. In a text file, each line is a
+    name, or a label, a tab and a name. A space may replace the tab if the lines cannot be names themselves.
+    If the file has only names, they belong to the labels in sorted order. But if all labels are numbers,
+    the first name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
-        ValueError: If the file cannot be read, a label has no name, or the lines can be read in both ways. Also if
-            the file has only names, the labels are not all numbers, and there are more names than labels.
+        ValueError: If the file cannot be read; if a label has no name; if it is unclear whether the lines begin with
+            labels; or if a file with only names has more names than labels, unless all labels are numbers.
     """
     text = read_text(path, "class name file")
     given: Any = [line.strip() for line in text.split("\n") if line.strip()]

@@ -29,7 +29,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     names = list(labeled.classes.values())
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     texts = encoder.encode_classes(names, labeled.templates)
-    # For each image: its class, and the number of classes that are at least as near as its class, which is included.
+    # For each image: its class, and the rank of its class, counted from 1, among all classes.
     rows = []
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)

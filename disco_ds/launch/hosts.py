@@ -48,8 +48,8 @@ for process in psutil.process_iter():
         pass
 print(f"{launch}={found}")
 """
-"""Python program to run on a host. It signals the ranks of all attempts of a launch (for SIGKILL, their
-launchers too) and prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
+"""Python program to run on a host. It sends a signal to the ranks of all attempts of a launch, and SIGKILL also to their
+launchers. It then prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -170,10 +170,16 @@ def wait_for_hosts(
 def narrow(
     args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
 ) -> Iterator[argparse.Namespace]:
-    """Restrict the arguments of a launch to some of its hosts.
+    """Change the arguments of a launch so that it uses only some of its hosts.
+
+    Args:
+        args: The command's arguments.
+        config: The recipe.
+        slots: Number of ranks of each host in the hostfile.
+        hosts: The hosts to use.
 
     Yields:
-        The restricted arguments. Their hostfile is temporary and is removed at the end of the `with` block.
+        The changed arguments. They name a temporary hostfile, which is removed at the end of the `with` block.
     """
     if len(hosts) == len(slots):
         yield args

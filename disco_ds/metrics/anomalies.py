@@ -141,7 +141,7 @@ class AnomalyDetector:
 
     @property
     def max_norm(self) -> float | None:
-        """The highest gradient norm that is no spike; None if batches that cause a spike are not skipped."""
+        """The highest gradient norm that is not a spike; None if batches that cause a spike are not skipped."""
         return find_limit(self.recent["grad_norm"], by_factor=True) if self.skip else None
 
     def check_record(self, record: Mapping[str, Any]) -> None:

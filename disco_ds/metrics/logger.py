@@ -42,7 +42,8 @@ class MetricsLogger:
         writers: Functions that write to TensorBoard and the other trackers, keyed by the name that messages use
             for the tracker.
         schedule: Converts steps to samples.
-        peak_samples_per_s: See Interval.
+        peak_samples_per_s: Returns the samples per second that the devices would reach at their peak FLOP/s, given the
+            mean number of tokens per text; None if unknown.
         epoch_samples: Samples per epoch; if None, records contain no epoch.
         num_samples: Samples in the data before data.filter and data.transforms, or 0 if neither is set.
     """
@@ -242,7 +243,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove unreadable lines and unwanted records."""
+    """Remove unreadable lines from a metrics.jsonl, and the records for which `wanted` returns False."""
     if not path.exists():
         return
     records, num_bad = read_records(path)

@@ -118,7 +118,7 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def draw_report(curves: Curves, examples: dict[str, Any]) -> Figure:
-    """Draw a panel for each metric with a curve label, the accuracies, and the examples."""
+    """Draw a panel for each metric of METRICS that has a curve label, a panel for the accuracies, and the examples."""
     from matplotlib.figure import Figure
 
     panels = [metric for metric in METRICS if metric.curve]

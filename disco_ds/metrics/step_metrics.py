@@ -56,8 +56,8 @@ class Interval:
     peak_bytes: int
     """Peak memory so far, in bytes."""
     peak_samples_per_s: Callable[[float | None], float] | None
-    """Function that returns the samples per second at the devices' peak FLOP/s for a mean number of tokens; None if
-    unknown."""
+    """Returns the samples per second that the devices would reach at their peak FLOP/s, given the mean number of tokens
+    per text; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ METRICS = (
 def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
     """Compute the metrics of a log record, keyed by name. Unknown values are None.
 
-    `ids` is a digest of the global batch, the same at any number of ranks.
+    The entry `ids` is a digest of the sample ids of the global batch. It is the same for any number of ranks.
 
     Collective: every rank must call this at the same step.
     """

@@ -61,7 +61,7 @@ class Phases:
         self._spans.append((PHASES[name], start, _now(), self.note_peak()))
 
     def read(self, wait_s: float) -> dict[str, float]:
-        """Return the measurements of this step; empty if it was not sampled. Collective.
+        """Return the measurements of this step; an empty dict if the step was not sampled. Collective.
 
         Args:
             wait_s: Time that this rank waited for the step's data; the phases include it.

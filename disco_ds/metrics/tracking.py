@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WANDB_ID = "wandb_id.txt"
-"""File in the run folder with the id of the W&B run, under which a resumed run continues."""
+"""File in the run folder with the id of the W&B run. A resumed run logs to the same W&B run."""
 START_S = 60.0
 """Maximum wait for W&B's server at the start of a run; the other ranks wait as well."""
 UPLOAD_S = 120.0
