@@ -63,7 +63,8 @@ def translate(line: str, ranks: int | None = None) -> str:
     ranks = ranks or count_ranks(line[: found.start()] if found else "")
     if ranks is None:
         comments.append(
-            "The line does not name the number of GPUs: add --ranks N. This is for one:"
+            "The command line does not contain the number of GPUs, so this recipe is for one GPU; if that is wrong, "
+            "add --ranks N."
         )
     per_rank = int(flags["batch-size"]) * int(flags["accum-freq"])
     global_batch = (ranks or 1) * per_rank

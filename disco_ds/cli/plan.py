@@ -141,8 +141,8 @@ def describe_time(made: Plan) -> str:
     text = (
         f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "
-        f"{speed.comm_s:,.3f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU, of which the towers hide "
-        f"{speed.hidden_s:,.3f} s\n"
+        f"{speed.comm_s:,.3f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU, of which {speed.hidden_s:,.3f} s "
+        "overlap with the towers\n"
         f"Assumed: {speed.rate:.3g} of the GPU's FLOP/s ({speed.source}), {assumed.between_hosts:g} GB/s between "
         f"hosts of {assumed.per_host} GPUs; no waiting for data, no stragglers, no latencies."
     )

@@ -106,7 +106,7 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
     num_kept = sum(share * source.num_samples for share, source in zip(kept, sources, strict=True))
     found = (
         f"keeps {', '.join(map('{:.1%}'.format, kept))} of the first {_NUM_FILTERED:,} samples: the run makes about "
-        f"{num_samples / max(num_kept, 1):,.1f} passes over these samples"
+        f"{num_samples / max(num_kept, 1):,.1f} passes over the samples that it keeps"
     )
     yield Line("ok" if num_kept else "fail", "data.filter", found, "no sample passes the filter")
 

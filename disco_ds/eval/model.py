@@ -34,10 +34,10 @@ def evaluation_settings(
     model's run or, if there is no run, to default settings.
 
     Args:
-        model: See `load_model`.
+        model: A run folder, a checkpoint folder or an export. If `weights` is given: the name of a model.
         overrides: Settings of the form `a.b=value`.
         recipe: Name or path of a recipe, or None.
-        weights: See `load_model`. If given, the model has no run.
+        weights: Weights to load into the named model, or None.
 
     Raises:
         ValueError: If the settings are invalid or name no evaluation set.

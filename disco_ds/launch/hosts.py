@@ -48,8 +48,8 @@ for process in psutil.process_iter():
         pass
 print(f"{launch}={found}")
 """
-"""Python program to run on a host. It sends a signal to the ranks of all attempts of a launch, and SIGKILL also to their
-launchers. It then prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
+"""Python program to run on a host. It sends a signal to the ranks of all attempts of a launch, and SIGKILL also to
+their launchers. It then prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

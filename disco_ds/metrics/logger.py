@@ -189,7 +189,7 @@ class MetricsLogger:
         passes = self.schedule.num_samples / (kept * self.num_samples)
         return (
             f"data.filter, data.uids and data.transforms keep {kept:.1%} of the first {samples + dropped:,} samples: "
-            f"the run makes about {passes:,.1f} passes over these samples"
+            f"the run makes about {passes:,.1f} passes over the samples that they keep"
         )
 
     def _write_events(self, record: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ class Assumptions:
     """Values that a plan assumes; replace them with measured ones where you can."""
 
     slack: float = 0.05
-    """Fragmentation: memory in unusable pieces, as a fraction of all other memory."""
+    """Memory lost to fragmentation, as a fraction of all other memory."""
     context_gib: float = 1.0
     """GiB of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
     image_bytes: int = 30_000
@@ -21,8 +21,8 @@ class Assumptions:
     num_samples: int | None = None
     """Number of samples in the data, for losses that keep state per sample; None if unknown."""
     text_tokens: float | None = None
-    """Mean number of tokens of a text, if the texts are packed; not used otherwise. None: read it from the shards if
-    they are on this machine; otherwise, all texts are as long as the model allows."""
+    """Mean number of tokens of a text. It is used only if the text tower skips padding. None: read it from the shards
+    if they are on this machine; otherwise, assume that all texts are as long as the model allows."""
     text_deviation: float | None = None
     """Standard deviation of the number of tokens. None: half of the mean."""
     num_captions: int = 0

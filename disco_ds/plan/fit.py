@@ -23,18 +23,20 @@ Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
-For the recipe's global batch, all of its divisors between the first and the last are tried. Only the smallest and the
-largest are traced. The towers' memory at the other sizes is interpolated. The result is never too low: at each moment,
-memory is linear in the size. So the peak, which is the maximum over moments, is convex, and a line between two of its
-points never lies below it.
+If the global batch is kept, the sizes between the first and the last that divide a rank's samples per step are tried
+instead. Only the smallest and the largest size are traced; between them, the towers' memory is interpolated. The
+interpolated memory is never too low: at each moment of a step, memory is linear in the size, so the peak is a maximum
+of linear functions. It is convex, and a line between two of its points never lies below it.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
-"""For the largest global batch, `fit` accepts batches down to this fraction of the largest one. Of all accepted
-settings, it takes those with the least work per sample."""
+"""When `fit` looks for the largest global batch, it accepts batches down to this fraction of the largest one that fits.
+Of all accepted settings, it takes the fastest: those with the least time per sample or, if the GPU's rates are unknown,
+the fewest FLOPs per sample."""
 TIE = 1.02
-"""Of settings whose work differs by less than this factor, `fit` takes those with the fewest changes to the recipe."""
+"""Of settings that are slower than the fastest by at most this factor, `fit` takes those with the fewest changes to the
+recipe."""
 
 
 def fit(
@@ -47,8 +49,8 @@ def fit(
 ) -> tuple[Config, Towers]:
     """Find the fastest settings that fit.
 
-    The search varies the micro-batch size, activation checkpointing, where pixels are held and, for the same batch, the
-    ZeRO stage.
+    The search varies the micro-batch size, activation checkpointing, image_staging (if host_gib is given) and, if the
+    global batch is kept, the ZeRO stage.
 
     Args:
         config: The recipe.
@@ -60,7 +62,7 @@ def fit(
         batch: "same": the recipe's global batch. "largest": the largest one that fits; see ENOUGH.
 
     Returns:
-        The recipe, and what its towers need.
+        The recipe with the settings that were found, and what its towers need for a micro-batch.
 
     Raises:
         ValueError: If nothing fits; the message states the least GPU memory that is needed.
@@ -120,7 +122,7 @@ def fit(
         needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(
             f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
-            f"{needed:.2f} GiB; use smaller buckets or more GPUs"
+            f"{needed:.2f} GiB; use a smaller zero_optimization.reduce_bucket_size or more GPUs"
         )
     # A slightly smaller batch is accepted if it saves much recomputation.
     enough = ENOUGH * max(chosen.global_batch for _, chosen, _ in found)
@@ -167,7 +169,12 @@ def _shorten_warmup(config: Config) -> Config:
 
 
 def write_recipe(config: Config, folder: Path, comment: str) -> Path:
-    """Write recipe.yaml, which contains the ds_config.
+    """Write a recipe with its ds_config to recipe.yaml.
+
+    Args:
+        config: The recipe.
+        folder: The folder to write to. It is created if it does not exist.
+        comment: Text to put at the top of the file, as comment lines.
 
     Returns:
         The path of recipe.yaml.

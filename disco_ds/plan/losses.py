@@ -1,4 +1,4 @@
-"""Cost of each registered loss: memory, FLOPs, and bytes received.
+"""Predict the cost of each registered loss: memory, FLOPs, and bytes received from other ranks.
 
 tests/plan/test_plan_losses.py compares the memory with measurements. Every registered loss must be
 listed here; custom losses have a method `cost`.
@@ -62,8 +62,8 @@ def loss_cost(
         )
     num_products, num_features, num_gradients = work
     T = teacher_width
-    # The teacher's similarities are computed as often as the student's, and multiplied by the student's columns. Their
-    # product with the teacher's columns gives the entropy of the targets.
+    # A teacher adds four products: its similarities, computed twice (2 T); its targets times the student's columns (D);
+    # and its targets times its own columns, for the entropy of the targets (T).
     products = num_products * D + (3 * T + D if T else 0)
     device = torch.device("cuda")
     sent, precision = 4, "fp32"
@@ -89,8 +89,8 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
     """Count the matrix products and the received tensors of a loss.
 
     Returns:
-        The number of matrix products of size b x B x D, and how many B x D tensors of features and of gradients
-        a rank receives; None if the loss is unknown.
+        The number of matrix products of size b x B x D; the number of B x D tensors of features that a rank receives;
+        and the number of such tensors of gradients. None if the loss is unknown.
     """
     match loss:
         case FullMatrixLoss():
@@ -168,8 +168,8 @@ def loss_peak(
     vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64
     held = b * D * (rows + columns + 4 * num_gradients) + vectors
     if T:
-        # The teacher's features as the student's, the products of the targets with the columns of both models, and a
-        # tile of targets.
+        # The teacher's features, with the same copies as the student's; the products of the targets with the columns of
+        # both models; and a tile of targets.
         held += b * T * (rows + columns + 4) + 4 * b * D + vectors
         size = math.prod(shape)
         if isinstance(loss, SigLIPLoss):

@@ -33,7 +33,7 @@ PARTS = (
     "slack",
 )
 ALLREDUCE = 500_000_000
-"""At ZeRO 0, DeepSpeed copies up to this many gradient elements at a time into a flat buffer to reduce them."""
+"""At ZeRO 0, DeepSpeed reduces gradients in a flat buffer, into which it copies up to this many elements at a time."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _plan_engine(
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
     sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
-    # The gradients are reduced in this precision. If it differs from theirs, this takes another copy.
+    # The gradients are converted to this size before they are sent. If it is not their own, that takes another copy.
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 

@@ -64,7 +64,7 @@ def plan_run(
         assumed: Assumptions of the plan; see Assumptions.
         search: "same" searches for the fastest settings for the recipe's global batch, and "largest" for those of the
             largest batch that fits; see `disco_ds.plan.fit`. None plans the recipe as it is.
-        host_gib: Memory of a host in GiB. With it, the search also varies where the step's pixels are held.
+        host_gib: Memory of a host in GiB. If it is given, the search also varies image_staging.
 
     Raises:
         ValueError: If the batch cannot be divided evenly among the ranks, the model cannot be traced,
@@ -100,8 +100,8 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
     """Find the lowest ZeRO stage at which the recipe fits. Lower stages have fewer collectives and fewer kernels.
 
     Returns:
-        The stage, and how many times as long a step of the recipe takes (None if the speed is unknown). None: the
-        recipe fits at no stage.
+        The stage, and the time of the recipe's step divided by the time of a step at that stage (None if the times are
+        unknown). If the recipe fits at no stage, the result is None.
     """
     for level in range(4):
         config = with_stage(made.config, level)
@@ -115,7 +115,7 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
 
 
 def count_samples(config: Config) -> tuple[int | None, int]:
-    """Return the number of samples in the data and in an epoch: (None, 0) if the data cannot be read from here."""
+    """Return the number of samples in the data and in an epoch, or (None, 0) if this machine cannot read the data."""
     # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
     if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
         return None, 0

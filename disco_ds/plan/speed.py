@@ -1,12 +1,12 @@
 """Predict the time of a step from the FLOPs that each rank computes and the bytes that it receives, at given rates.
 
 The default rates are fitted to measured steps (tests/plan/test_measured_steps.py): 0.33 to nine steps of compiled
-ViT-B/32 and ViT-B/16, 0.385 to two of compiled ViT-L/14, and the factor EAGER to one step of each model that was not
-compiled.
+ViT-B/32 and ViT-B/16, and 0.385 to two steps of compiled ViT-L/14. The factor EAGER is fitted to one step of each of
+these models without compilation.
 
-With overlap_comm, gradients are reduced while the backward computes, except those that are left when it ends, which are
-at least one bucket. At ZeRO 3, parameters are also gathered while the passes compute. All other communication is
-assumed not to overlap with computation, and overlap is assumed to slow neither down.
+With overlap_comm, gradients are reduced during the backward pass. Only those that are left at its end, at least one
+bucket, are reduced after it. At ZeRO 3, parameters are also gathered during the forward and backward passes. All other
+communication is assumed not to overlap with computation, and overlap is assumed to slow down neither of them.
 
 Not counted: waiting for data, stragglers, latencies, the optimizer's computation, and in the first step the tuning of
 the loss's kernels and the compilation of the towers.
@@ -48,7 +48,7 @@ class Speed:
     comm_s: float
     """Time of all communication."""
     hidden_s: float
-    """Part of comm_s during which the towers compute."""
+    """Part of comm_s that overlaps with the computation of the towers."""
     comm_bytes: int
     """Bytes that a rank receives in a step."""
     rate: float
@@ -90,6 +90,8 @@ def plan_speed(
     hidden_s = 0.0
     zero = render_ds_config(config, ranks)["zero_optimization"]
     if zero.get("overlap_comm") and ranks > 1:
+        # Number of passes during which communication takes place, and the bytes that are received in all of them. The
+        # FLOPs are those of all passes at ZeRO 3, and those of one backward pass at ZeRO 1 and 2.
         num_passes, received, flops = 1, gradient_bytes, towers.flops - towers.replay_flops
         if zero["stage"] == 2:
             num_passes = K
@@ -127,9 +129,12 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
 
 
 def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
-    """Return the part of the communication time that overlaps with a window of computation.
+    """Return the part of the communication time that overlaps with computation.
 
-    The buckets become ready at equal intervals in the window, the last one at its end.
+    Args:
+        comm_s: Time to reduce all buckets.
+        window_s: Time of the computation. The buckets become ready at equal intervals, the last one at its end.
+        num_buckets: Number of buckets of equal size.
     """
     bucket_s = comm_s / num_buckets
     exposed_s = max(bucket_s, comm_s - window_s * (1 - 1 / num_buckets))

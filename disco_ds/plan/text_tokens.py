@@ -23,7 +23,8 @@ NUM_CAPTIONS = 1000
 """Number of captions that are read, evenly spaced over at most NUM_SHARDS shards."""
 NUM_SHARDS = 10
 ERRORS = 6
-"""Memory is planned for micro-batches whose mean is this many standard errors above that of all texts."""
+"""Memory is planned for a micro-batch whose texts have a mean length this many standard errors above that of all
+texts."""
 
 
 def read_text_tokens(
@@ -33,8 +34,8 @@ def read_text_tokens(
 
     Args:
         config: The recipe.
-        assumed: Returned as it is if it has the number, or the shards cannot be read. If the texts are not packed on a
-            GPU, it is returned without the number.
+        assumed: Returned unchanged if it already has the number or if the shards cannot be read. If a GPU would compute
+            the padding of the texts (see is_packed), it is returned without the number.
         build: Builds the recipe's model. Its parameters need no values.
     """
     if assumed.text_tokens is not None:

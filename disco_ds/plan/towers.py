@@ -141,9 +141,14 @@ class _Engine:
 def run_passes(
     model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch
 ) -> int:
-    """Run the forward and backward passes of training/step.py, each inside `watch(NAME)`.
+    """Run the forward and backward passes of training/step.py on one micro-batch.
 
-    NAME is the field of Towers that is measured.
+    Args:
+        model: The model, in training mode.
+        kind: Precision of the run: autocast, bf16, fp16 or fp32.
+        batch: The micro-batch.
+        settings: Settings of data.augment.
+        watch: Called with the field of Towers that the next pass measures. The pass runs in the returned context.
 
     Returns:
         The width of the features.
@@ -236,7 +241,8 @@ def trace(
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
-        assumed: Determines the number of tokens of each text; see plan_lengths. FLOPs are those of the mean number.
+        assumed: Assumptions about the number of tokens of a text. Memory is traced for long texts (see plan_lengths),
+            and FLOPs for texts of the mean length.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -325,7 +331,7 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
 
 @contextmanager
 def _fake(like_gpu: bool) -> Iterator[None]:
-    """Give tensors created in this block no memory, and keep them out of caches."""
+    """Make every tensor that the block creates a fake tensor, and keep these tensors out of caches."""
     pixel_affine.cache_clear()
     try:
         with ExitStack() as stack:

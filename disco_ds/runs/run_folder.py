@@ -91,7 +91,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
 
 
 def refuse_other_name(folder: Path, name: str) -> None:
-    """Refuse to resume a run under another name: neither name would find its folder again.
+    """Refuse to resume a run under another name, because `--resume latest` would then find it under neither name.
 
     Raises:
         ValueError: If the run in this folder has another name.
@@ -148,7 +148,7 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
         resume: Path of a checkpoint (RUN/checkpoints/step-N) or of a run folder.
 
     Returns:
-        The run folder, and the checkpoint, or None if the path is that of a run folder.
+        The run folder and the checkpoint. The checkpoint is None if the path is that of a run folder.
     """
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
@@ -157,9 +157,9 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file that every rank looks for.
+    """Make an empty file in a folder, so that each rank can check whether it sees the same folder.
 
-    Its name is random, because NFS caches the answer that a file does not exist.
+    The file's name is random, because NFS caches the answer that a file does not exist.
     """
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()

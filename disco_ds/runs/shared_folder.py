@@ -111,8 +111,8 @@ def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any
     """Write the settings of this run into the run folder, as config.yaml and ds_config.json. Collective.
 
     Args:
-        config: Settings of the run.
-        stage: Settings of its current stage.
+        config: Settings of the whole run, for config.yaml.
+        stage: Settings of the current stage, for ds_config.json.
         folder: The run folder.
 
     Returns:
