@@ -57,7 +57,7 @@ AGREED_ERRORS = (
 
 
 def exit_code(error: Exception | None) -> int:
-    """Return the exit code of a command that ends with this error; None means that it succeeded."""
+    """Return the exit code of a command that ends with this error. None: the command succeeded."""
     if error is None:
         return 0
     if isinstance(error, RefusedError):

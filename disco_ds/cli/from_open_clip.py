@@ -140,6 +140,7 @@ def _is_csv(flags: dict[str, Any]) -> bool:
 def _translate_data(
     flags: dict[str, Any], global_batch: int, comments: list[str]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the data settings as (dotted name, value), and append to `comments` what the user should know."""
     shards = str(flags.get("train-data"))
     if flags.get("dataset-type") == "synthetic":
         yield "data.source", "synthetic"
@@ -174,6 +175,7 @@ def _translate_data(
 def _translate_run(
     flags: dict[str, Any], global_batch: int, comments: list[str]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield all other settings that need code, and append to `comments` what the user should know."""
     # open_clip's defaults depend on the name of the model.
     is_vit = "vit" in str(flags["model"]).lower()
     yield "optim.betas", [flags.get("beta1", 0.9), flags.get("beta2", 0.98 if is_vit else 0.999)]

@@ -131,6 +131,7 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _explain(key: str, item: Any) -> str:
+    """Return the message for one item of pydantic's ValidationError. `key` is the dotted name of the setting."""
     *outer, name = item["loc"] or ("recipe",)
     kind = item["type"]
     if kind == "extra_forbidden":

@@ -89,7 +89,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
 
 
 def check_filter(config: Config, sources: Sequence[Source], num_samples: int) -> Iterator[Line]:
-    """Apply data.filter to the first samples of each source, and report how many passes over the rest a run makes.
+    """Apply data.filter to the first samples of each source, and estimate a run's passes over the samples it keeps.
 
     Args:
         config: The recipe.
@@ -97,7 +97,7 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
         num_samples: Length of the run in samples.
 
     Raises:
-        DataError: If none of the first samples has a field of the filter.
+        DataError: If a field of the filter occurs in none of the first samples.
     """
     settings = [config.data.settings_of(part) for part in config.data.parts]
     if not any(each.filter for each in settings):
@@ -239,6 +239,15 @@ class Inputs:
 def _describe(
     data: DataSettings, num: int, broken: list[str], dropped: int, samples: list[Sample]
 ) -> Line:
+    """Summarize what was read from one source.
+
+    Args:
+        data: The data settings as they apply to this source.
+        num: Number of samples that were tried.
+        broken: Name of each broken sample, with the reason.
+        dropped: Number of samples that the settings exclude.
+        samples: The other samples.
+    """
     found = f"{num} read, {len(broken)} broken"
     if dropped:
         found += f", {dropped} dropped by data.filter, data.uids or data.transforms"

@@ -201,6 +201,7 @@ class Embedder:
         return source.open_samples(self.config.data, form, VIEW_SEED, 1)
 
     def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:
+        """Embed the samples of these shards, and write each shard to its entry in `paths`, the paths of all shards."""
         sizes = samples.source.sizes
         places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
         workers = self.config.data.workers

@@ -306,7 +306,9 @@ def find_run(places: Sequence[Path], attempt_id: str) -> tuple[Path | None, int 
 
 
 def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
-    """Return the exit code of an attempt, which may differ from deepspeed's.
+    """Return the exit code of an attempt: 0 if the run is finished, otherwise the code that the ranks agreed on.
+
+    If the ranks did not agree on a code, it is 2 or 3 if a launcher ended with that code, otherwise 1.
 
     Args:
         folder: The run folder, if there is one.

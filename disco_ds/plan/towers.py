@@ -54,17 +54,17 @@ class Towers:
     """
 
     replay: int
-    """Bytes at the peak of the forward without a graph."""
+    """Peak bytes of the forward pass without an autograd graph."""
     forward: int
-    """Bytes at the peak of the forward with a graph."""
+    """Peak bytes of the forward pass with an autograd graph."""
     held: int
-    """Bytes that the graph holds until the backward."""
+    """Bytes that the graph holds until the backward pass."""
     backward: int
-    """Bytes at the peak of the backward."""
+    """Peak bytes of the backward pass."""
     replay_flops: int
-    """FLOPs of the forward without a graph."""
+    """FLOPs of the forward pass without a graph."""
     flops: int
-    """FLOPs of the forward with a graph and the backward, including recomputation."""
+    """FLOPs of the forward pass with a graph and of the backward pass, including recomputation."""
     trained: int
     """Number of trained parameters."""
     frozen: int
@@ -283,6 +283,7 @@ def build_fake_model(config: Config) -> Any:
 
 @contextmanager
 def _explained(config: Config) -> Iterator[None]:
+    """Replace any error of the block by a ValueError that names the model. A ValueError is raised unchanged."""
     try:
         yield
     except ValueError:
@@ -294,6 +295,7 @@ def _explained(config: Config) -> Iterator[None]:
 
 
 def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
+    """Trace the recipe's model without its teacher. The arguments are those of `trace`."""
     found: Counter[str] = Counter()
     with _fake(like_gpu):
         model = prepare_model(config)

@@ -189,7 +189,7 @@ def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> N
 
 
 def lock_folder(path: Path) -> IO[str]:
-    """Lock a run folder, so that no other run writes to it, until the returned file is closed.
+    """Lock a run folder, so that no other run writes to it. Closing the returned file releases the lock.
 
     Raises:
         ValueError: If another run is using the folder, or the file system does not support file locking.
