@@ -90,7 +90,7 @@ def describe_fastest(made: Plan, host_gib: float | None) -> str:
         return f"no settings for this batch fit: {error}"
     changes = " ".join(list_changes(made.config, best.config))
     if not changes:
-        return "faster: no other micro-batch, activation checkpointing or ZeRO stage"
+        return "no other micro-batch, activation checkpointing or ZeRO stage is faster"
     seconds = f"{best.speed.step_s:,.2f} s a step, " if best.speed else ""
     label = "faster:" if made.fits else "fits with"
     return f"{label} {changes}: {seconds}{best.memory.total / GIB:.2f} of {made.gpu.gib:g} GiB"

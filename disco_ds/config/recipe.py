@@ -205,8 +205,8 @@ class EvalSettings(Settings):
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
     labels of that set. The images are a folder of .tar shards, a bundled set such as
     `bundled:emoji/unseen`, a folder with one sub-folder per class, or a folder in clip_benchmark's
-    webdataset layout. A sub-folder is named after its class (`tabby_cat`), or by its ImageNet id
-    (wnid), as in ImageNet val (`n02123045`): then the class names are open_clip's."""
+    webdataset layout. Sub-folders are named after their classes (`tabby_cat`) or, as in ImageNet val, by ImageNet ids
+    (wnids such as `n02123045`), whose class names come from open_clip."""
     label_key: Template = "{json[label]}"
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})

@@ -71,7 +71,8 @@ MAX_STUCK = 2
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed by signal)")
 """The line that pdsh prints when ssh to a host fails or is killed, or when the launcher on that host fails.
 
-It names the host and, unless ssh was killed, the exit code of ssh, which is that of the launcher or CUT_OFF.
+Group 1 is the host. Group 2 is the exit code: CUT_OFF if ssh lost the connection, otherwise that of the launcher. It is
+missing if ssh was killed.
 """
 
 

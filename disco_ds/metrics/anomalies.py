@@ -105,7 +105,7 @@ class AnomalyDetector:
         self.recent = {name: deque(values, WINDOW) for name, values in state["recent"].items()}
         self.best: dict[str, float] = dict(state["best"])
         self.known = set(state["known"])
-        """Anomalies that were present at the last check; see _update."""
+        """Anomalies that were present at the last check. By default, they are not reported again."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, which JSON stores exactly."""

@@ -21,7 +21,7 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe. With `search`, it is the recipe that the search chose."""
+    """The recipe, with the changes that a search has chosen."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
