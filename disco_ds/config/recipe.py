@@ -87,7 +87,8 @@ class TeacherSettings(Settings):
 
     @model_validator(mode="after")
     def _check_kind(self) -> TeacherSettings:
-        given = self.model_fields_set - {"weight"}
+        # Not model_fields_set: a run folder's config.yaml sets all fields, also those with defaults.
+        given = self.model_dump(exclude_defaults=True).keys() - {"weight"}
         if self.model and self.pretrained and given <= {"model", "pretrained"}:
             return self
         if not (self.image and self.text) or given & {"model", "pretrained"}:

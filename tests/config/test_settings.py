@@ -204,6 +204,22 @@ def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Pat
     assert again.to_yaml() == config.to_yaml()
 
 
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        {"model": "ViT-B-32", "pretrained": "vit.pt", "weight": 0.5},
+        {"image": "img.npy", "text": "txt.npy", "scale": [100, 50], "widths": [3, 4]},
+    ],
+)
+def test_to_yaml_of_a_teacher_loads_as_the_same_settings(
+    teacher: dict[str, Any], tmp_path: Path
+) -> None:
+    config = settings(teacher=teacher, data={"shards": "bundled:x"})
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(path) == config
+
+
 @pytest.mark.parametrize("changes", [{"name": "1e3"}, {"loss": {"options": {"mode": "2e-7"}}}])
 def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
     changes: dict[str, Any], tmp_path: Path
