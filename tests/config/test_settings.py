@@ -214,7 +214,7 @@ def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Pat
 def test_to_yaml_of_a_teacher_loads_as_the_same_settings(
     teacher: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = settings(teacher=teacher, data={"shards": "bundled:x"})
+    config = settings(teacher=teacher, data={"source": "shards", "shards": "bundled:x"})
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
     assert load_config(path) == config
