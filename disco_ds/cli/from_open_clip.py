@@ -190,14 +190,18 @@ def _translate_run(
     unit, steps_per_epoch = "every_steps", num_samples / global_batch
     if num_samples:
         yield "samples", epochs * num_samples
-        comments.append(f"samples: {epochs} epochs x {num_samples:,}; every_steps: from epochs")
+        comments.append(
+            f"samples: {epochs} epochs x {num_samples:,} samples; every_steps: converted from epochs"
+        )
         num_steps = epochs * num_samples // global_batch
         if "epochs-cooldown" in flags:
             cooldown_steps = math.ceil(int(flags["epochs-cooldown"]) * steps_per_epoch)
             yield "optim.cooldown_steps", cooldown_steps
             num_steps -= cooldown_steps
         if warmup_steps > num_steps:
-            comments.append(f"--warmup {warmup_steps}: the run has only {num_steps} steps")
+            comments.append(
+                f"--warmup {warmup_steps}: lowered, because the run has only {num_steps} steps"
+            )
             warmup_steps = num_steps
     else:
         unit, steps_per_epoch = "every_epochs", 1
