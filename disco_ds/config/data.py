@@ -295,13 +295,17 @@ class DataSettings(SampleSettings):
     @property
     def is_filtered(self) -> bool:
         """Whether filter or transforms may drop samples, so that the number of usable samples is unknown."""
-        each = [self.settings_of(part) for part in self.parts]
-        return any(settings.filter or settings.transforms for settings in each)
+        return any(settings.filter or settings.transforms for settings in self.per_source)
 
     @property
     def parts(self) -> Sequence[SampleSettings]:
         """Settings of each source. If data.sources is not set, there is exactly one source."""
         return self.sources if self.source == "shards" and self.sources else (self,)
+
+    @property
+    def per_source(self) -> list[DataSettings]:
+        """These settings as they apply to each source; see settings_of."""
+        return [self.settings_of(part) for part in self.parts]
 
     @property
     def retry_s(self) -> float:

@@ -69,7 +69,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         ValueError: If the data cannot be opened, or the model or its tokenizer cannot be built.
     """
     inputs = Inputs.build(config)
-    parts = [config.data.settings_of(part) for part in config.data.parts]
+    parts = config.data.per_source
     sources = load_sources(config.data)
     if config.teacher:
         inputs = replace(inputs, stored=find_stored(parts, config.teacher, sources))
@@ -99,7 +99,7 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
     Raises:
         DataError: If a field of the filter occurs in none of the first samples.
     """
-    settings = [config.data.settings_of(part) for part in config.data.parts]
+    settings = config.data.per_source
     if not any(each.filter for each in settings):
         return
     kept = [find_kept(source, each) for source, each in zip(sources, settings, strict=True)]

@@ -54,8 +54,8 @@ def read_text_tokens(
         look = read_preprocessing(model)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         form = SampleForm(spec, build_tokenizer(config.model, model), *read_text_size(model))
-        for part, source in zip(config.data.parts, sources, strict=True):
-            samples = source.open_samples(config.data.settings_of(part), form, config.seed, 1)
+        for settings, source in zip(config.data.per_source, sources, strict=True):
+            samples = source.open_samples(settings, form, config.seed, 1)
             if type(samples) is Samples:
                 lengths += _read(source, samples, count, NUM_CAPTIONS // len(sources))
             samples.close()
