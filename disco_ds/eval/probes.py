@@ -52,7 +52,7 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
         scores = {"knn": nearest.score(test, expected), "linear": linear.score(test, expected)}
         return {name: float(value) for name, value in (*scores.items(), ("linear_C", linear.C))}
 
-    # A job, because fitting may take longer than the timeout of a collective.
+    # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
     what = f"probes on {images.name}"
     scores = jobs.run(what, lambda: score() if comm.rank() == 0 else {})
     values = comm.from_rank_0(what, lambda: scores)

@@ -73,7 +73,7 @@ def fit(
         sizes = [m for m in range(min(sizes[0], b), min(sizes[-1], b) + 1) if b % m == 0]
     given = zero_stage(config.deepspeed)
     offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
-    # Other stages need other settings if an optimizer or offload is tied to the stage.
+    # lamb, muon and offload may need other settings at another stage. With them, only the recipe's stage is tried.
     is_free = given and config.optim.name not in ("lamb", "muon") and not offloads
     stages = (1, 2, 3) if is_free and batch == "same" else (given,)
     places = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]

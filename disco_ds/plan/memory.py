@@ -159,7 +159,7 @@ def _plan_engine(
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
     sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
-    # The gradients are converted to this size before they are sent. If it is not their own, that takes another copy.
+    # Bytes of a gradient element when it is sent. If this is not e, the conversion takes another copy.
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 
