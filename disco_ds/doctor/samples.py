@@ -113,7 +113,7 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
 
 def find_kept(source: Source, settings: DataSettings) -> float:
     """Return the fraction of the first samples of a source that pass data.uids and data.filter."""
-    selection = Selection.load(settings.model_copy(update={"stages": None}))
+    selection = Selection.load(settings.model_copy(update={"transforms": None}))
     if selection is None:
         return 1.0
     reader = source.open(1, settings.window)

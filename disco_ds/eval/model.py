@@ -14,7 +14,7 @@ from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer
 from disco_ds.models.dtypes import PARAMETER_DTYPES
-from disco_ds.runs.run_folder import CONFIG
+from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
 EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
 """Settings for evaluating a model that has no run."""
@@ -44,7 +44,11 @@ def evaluation_settings(
     """
     path = Path(model)
     # The path may be RUN or RUN/checkpoints/step-N.
-    found = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
+    found = [
+        folder / CONFIG
+        for folder in (path, *path.parents[:2])
+        if (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()
+    ]
     if recipe is None:
         recipe = found[0] if found and not weights else EVALUATION
     config = load_config(recipe, list(overrides))

@@ -264,7 +264,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
                 )
             given = named
     values = given.values() if isinstance(given, dict) else given
-    if not all(isinstance(name, str) for name in values):
+    if not (isinstance(given, dict | list) and all(isinstance(name, str) for name in values)):
         raise ValueError(f"{path} must contain class names, or a mapping from label to class name")
     if isinstance(given, dict):
         names = {label: given[label] for label in labels if label in given}

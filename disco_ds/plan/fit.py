@@ -71,6 +71,7 @@ def fit(
     sizes = list(MICRO_BATCHES)
     if batch == "same":
         sizes = [m for m in range(min(sizes[0], b), min(sizes[-1], b) + 1) if b % m == 0]
+        sizes = sizes or [config.micro_batch]
     given = zero_stage(config.deepspeed)
     offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
     # lamb, muon and offload may need other settings at another stage. With them, only the recipe's stage is tried.

@@ -89,7 +89,7 @@ def plan_speed(
     flops_per_s = 1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)
     hidden_s = 0.0
     zero = render_ds_config(config, ranks)["zero_optimization"]
-    if zero.get("overlap_comm") and ranks > 1:
+    if zero["stage"] and zero.get("overlap_comm") and ranks > 1:
         # Number of passes during which communication takes place, and the bytes that are received in all of them. The
         # FLOPs are those of all passes at ZeRO 3, and those of one backward pass at ZeRO 1 and 2.
         num_passes, received, flops = 1, gradient_bytes, towers.flops - towers.replay_flops

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+import webdataset as wds
 from PIL import Image
 
 from disco_ds.cli.main import main
@@ -189,6 +190,10 @@ def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
 
 
+def drop_all() -> list[Any]:
+    return [wds.select(lambda sample: False)]
+
+
 def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -> None:
     def score(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return drawn(index, sample) | {"json": json.dumps({"score": index / 100}).encode()}
@@ -198,6 +203,10 @@ def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -
     line = the(look_at_data(config), "data.filter")
     # The run has 100 steps of 64 samples, and the filter keeps 30 samples.
     assert (line.status, "30.0%" in line.found, "213.3 passes" in line.found) == ("ok", True, True)
+    # data.transforms is not applied, because it may be slow.
+    name = f"{__name__}:drop_all"
+    config = data_of(tmp_path / "data", filter={"score": {"min": 0.7}}, transforms=name)
+    assert "30.0%" in the(look_at_data(config), "data.filter").found
     config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
     with pytest.raises(DataError, match="similarity; their fields: score"):
         look_at_data(config)

@@ -257,6 +257,15 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
     return found
 
 
+def test_config_yaml_next_to_exports_is_not_that_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: setting of another program")
+    labeled = ["eval.labeled.unseen=bundled:emoji/unseen"]
+    assert evaluation_settings("exports/first", labeled, None, None).eval.labeled
+
+
 def whole(folder: Path, path: Path, stage: int) -> tuple[Any, Any]:
     return everywhere(folder, yaml.safe_load(path.read_text())["model"]["name"]), with_and_without(
         path, stage, folder

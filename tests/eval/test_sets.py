@@ -141,6 +141,8 @@ def test_class_file_gives_words_to_labels(
         ("a.json", '{"n2": "two"}', "n10, n3"),
         ("a.json", "{", "not valid JSON"),
         ("a.json", '{"n10": ["n10", "ten"]}', "must contain class names"),
+        ("a.json", "3", "must contain class names"),
+        ("a.json", '"abc"', "must contain class names"),
     ],
 )
 def test_class_file_that_does_not_fit_is_refused(

@@ -25,7 +25,7 @@ from disco_ds.models.two_towers import TwoTowers
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import list_changes
 from disco_ds.plan.memory import GIB, plan_memory
-from disco_ds.plan.overview import plan_run
+from disco_ds.plan.overview import lowest_stage, plan_run
 from disco_ds.plan.speed import _count_engine, hide, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
@@ -356,7 +356,12 @@ def test_faster_settings_for_the_batch_are_printed_and_written(
     assert (config.global_batch, config.micro_batch) == (8192, 2048)
     fitted = ["disco-ds", "plan", "--config", str(folder / "recipe.yaml"), "--context", "0.01"]
     assert run(fitted, monkeypatch) == 0
-    assert "faster: no other micro-batch" in capsys.readouterr().out
+    assert "no other micro-batch" in capsys.readouterr().out
+
+
+def test_batch_that_no_tried_size_divides_keeps_its_micro_batch(tmp_path: Path) -> None:
+    config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=4099, micro_batch=4099)  # a prime
+    assert plan_run(config, 1, search="same").config.micro_batch == 4099
 
 
 def test_fastest_settings_fit_and_may_change_the_zero_stage(tmp_path: Path) -> None:
@@ -475,9 +480,18 @@ def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:
         return speed.hidden_s
 
     assert hidden(0, 8) == hidden(1, 4) == hidden(1, 8, overlap_comm=False) == 0
+    assert hidden(0, 8, overlap_comm=True) == 0
     assert 0 < hidden(1, 8) == hidden(1, 4, overlap_comm=True) == hidden(2, 8)
     assert hidden(2, 4, overlap_comm=True) == pytest.approx(2 * hidden(1, 8))
     assert hidden(3, 8) > hidden(1, 8)
+
+
+def test_lowest_stage_may_be_0_for_a_recipe_that_sets_overlap_comm(tmp_path: Path) -> None:
+    overlapped = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
+    config = tiny(tmp_path, deepspeed=overlapped, global_batch=32)
+    stage, factor = lowest_stage(plan_run(config, 2, "H200")) or (None, None)
+    assert stage == 0
+    assert factor is not None
 
 
 def build_with_roberta() -> TwoTowers:
