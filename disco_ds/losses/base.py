@@ -328,7 +328,7 @@ def build_loss(name: str, **options: Any) -> Loss:
 
 
 def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
-    """Check the options of a loss of this package against the annotations of its constructors.
+    """Check the options of a loss of this package against the type annotations of its constructor and its bases'.
 
     Raises:
         ValueError: If an option has the wrong type or is not finite.
@@ -383,10 +383,10 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def check_teacher_weight(weight: float | None) -> float | None:
-    """Return the weight.
+    """Return the weight unchanged.
 
     Raises:
-        ValueError: If it is not from 0 to 1.
+        ValueError: If the weight is neither None nor from 0 to 1.
     """
     if weight is not None and not 0 <= weight <= 1:
         raise ValueError(f"teacher_weight must be from 0 to 1, got {weight}")

@@ -30,8 +30,7 @@ class _DropIn(nn.Module):
             check: before computing the loss, check that all ranks pass features of the same shape, and the same
                 scale and bias. This costs one small collective, for which the host waits.
 
-    FastCLIP's losses keep state for every sample. Save the state_dict() of every rank separately. To restore it, pass
-    a list of all ranks' `loss` state dicts to `loss.load_state_parts`, where `loss` is the attribute of this module.
+    FastCLIP's losses cannot be used here, because forward takes no sample ids. Use build_loss and Embeddings instead.
     """
 
     global_mean = False

@@ -44,7 +44,7 @@ class Attention(nn.Module):
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     causal: bool
-    """If True, a mask is always the causal mask, in which a token attends to itself and to earlier tokens only."""
+    """If True, any mask that forward gets is the causal mask: a token attends only to itself and to earlier tokens."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None

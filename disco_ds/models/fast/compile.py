@@ -1,8 +1,8 @@
 """Compile the towers of a model, block by block if their blocks are known.
 
 A residual block is compiled once, and all blocks of a tower share the code, so compiling takes seconds. Activation
-checkpointing wraps the compiled blocks, so it restores the random generators before their second forward, as it does
-for eager blocks.
+checkpointing wraps the compiled blocks. As for eager blocks, it therefore restores the states of the random number
+generators before it repeats the forward of a block.
 """
 
 from __future__ import annotations
