@@ -171,6 +171,7 @@ class Loss(nn.Module):
 
         Raises:
             TypeError: If the arguments are not exactly one Embeddings.
+            ValueError: If the loss needs a teacher and the embeddings have none, or the other way round.
             LossContractError: If the output breaks the contract.
         """
         if others or not isinstance(embeddings, Embeddings):

@@ -270,8 +270,7 @@ class Gathered:
 class Ring:
     """The columns of all ranks, sent around a ring block by block, so that no tensor grows with the global batch.
 
-    All scales must be equal. The methods compute the same as those of Gathered, except for moments, and are collective
-    as well.
+    All scales must be equal. `sums` and `gradient` are collective: every rank must call them, in the same order.
 
     Args:
         columns: [b, D], as returned by Tiling.hold.
@@ -293,7 +292,7 @@ class Ring:
         self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """See Gathered.sums."""
+        """Compute the same as Gathered.sums, with the columns of one rank at a time."""
         total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
         largest: Tensor | None = None
         positives: Tensor | None = None
@@ -325,7 +324,7 @@ class Ring:
         soft_targets: Sequence[SoftTargets] = (),
         target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See Gathered.gradient."""
+        """Compute the same as Gathered.gradient, with the columns of one rank at a time, but no moments."""
         d_rows = zero_gradient(rows) if needs_rows else None
         sent = [self.own, shifts[1]]
         for each in soft_targets:

@@ -180,8 +180,8 @@ def _find_config(path: Path) -> Path | None:
 def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
     """Return whether the model uses QuickGELU.
 
-    The weights decide if they come with a config. Otherwise, the model uses it if the model's config or the recipe sets
-    it.
+    The weights decide if it is known whether they were trained with it: if they are a tag of open_clip, or come with an
+    open_clip config. Otherwise, the model uses it if the model's config or the recipe sets it.
 
     Raises:
         ValueError: If the recipe contradicts the weights.

@@ -120,9 +120,9 @@ def sequence_attention(
         qkv: [T, 3, H, D].
         length: Number of rows of each sequence, at most MAX_ROWS; 0 for packed texts.
         causal: Whether a token attends only to itself and to earlier tokens. Packed texts are always causal.
-        groups: See Packing. None: sequences of equal length.
-        tiles: See Packing. The Triton kernel takes no text that is longer than MAX_ROWS.
-        segments: See Packing.
+        groups: Packing.groups; None for sequences of equal length.
+        tiles: Packing.tiles. The Triton kernel takes no text that is longer than MAX_ROWS.
+        segments: Packing.segments.
 
     Returns:
         [T, C].

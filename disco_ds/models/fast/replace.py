@@ -46,7 +46,7 @@ def replace_parts(model: Any) -> None:
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
-    if type(text) is TextTransformer and can_pack(text) and packs(text):
+    if type(text) is TextTransformer and packs(text):
         model.text = _adopt(PackedText, text)
     elif type(text) is HFTextEncoder:
         model.text = _adopt(CutText, text)

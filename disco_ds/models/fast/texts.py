@@ -38,7 +38,7 @@ class PackedText(TextTransformer):
     """open_clip's causal text tower, run on packed tokens."""
 
     def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
-        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
         return (
             encode_packed(self, text, lengths) if runs_packed(self, text) else super().forward(text)
         )
@@ -48,7 +48,7 @@ class CutText(HFTextEncoder):
     """open_clip's wrapper of a Hugging Face text tower, run on texts that are cut to the length of the longest one."""
 
     def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
-        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
         if lengths is None:
             lengths = _count_to_last(x != self.config.pad_token_id)
         # Round up to a multiple of 8, so that torch.compile and the allocator see only a few lengths.
@@ -164,15 +164,16 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
 def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
 
-    One-token texts at the start, which nothing reads, round up T, so that the allocator sees only a few sizes.
+    Unused texts of one token at the start round T up to a multiple of m / 4, so that the allocator sees few
+    sizes.
 
     Args:
         text: [m, L] tokens.
         lengths: [m], the number of tokens of each text.
 
     Returns:
-        The tokens and their positions in the text, [T]; the row of the last token of each text, [m]; and the positions
-        of the texts in the packed tensor.
+        The tokens, [T]; their positions within their texts, [T]; the row of the last token of each text, [m]; and the
+        positions of the texts in the packed tensor.
     """
     m = len(lengths)
     unit = max(m // 4, 1)
@@ -184,9 +185,9 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     last = np.empty(m, np.int64)
     last[order] = end[num_spare:] - 1
     tiles = _tile(end)
-    # One dimension, because torch.compile assumes that sizes which are equal in the first batch always are.
+    # Flattened, because torch.compile assumes that two sizes that are equal in the first batch are always equal.
     groups = torch.from_numpy(np.stack(np.unique(length, return_counts=True), 1).flatten())
-    # One copy, from pinned memory on a GPU.
+    # Send all integers to the device in one copy, to a GPU from pinned memory.
     ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
     n = len(length)
