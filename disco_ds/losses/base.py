@@ -54,6 +54,15 @@ class Teacher:
                 "a teacher needs image and text [b, D] of the same shape and scale [1], got "
                 f"{tuple(image.shape)}, {tuple(text.shape)} and {tuple(self.scale.shape)}"
             )
+        if image.dtype != text.dtype or not image.is_floating_point():
+            raise ValueError(
+                "a teacher needs image and text of the same floating dtype, got "
+                f"{image.dtype} and {text.dtype}"
+            )
+        if self.bias is not None and self.bias.shape != (1,):
+            raise ValueError(
+                f"a teacher's bias must have shape [1], got {list(self.bias.shape)}; reshape it with bias.view(1)"
+            )
 
 
 @dataclass(frozen=True)

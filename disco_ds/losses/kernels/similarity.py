@@ -114,7 +114,7 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return the initial maxima of rows and columns: -inf, float64, with the shapes of Sums.rows_max and columns_max."""
+        """Return the initial maxima, -inf in float64, in the shapes of Sums.rows_max and Sums.columns_max."""
         count = 1 + self.has_positives
         return [
             torch.full((count, len(x)), -math.inf, dtype=torch.float64, device=x.device)
