@@ -73,9 +73,9 @@ class _DropIn(nn.Module):
 
         Raises:
             ValueError: If the features are not tensors, or have no rows.
-            ValueError: If `rank` or `world_size` differs from the actual value. With `check`, also on every rank if
-                the ranks pass features of different shapes, different scales or different biases, or if only some of
-                them pass group_id.
+            ValueError: If `rank` or `world_size` differs from the actual value.
+            ValueError: With `check`, on every rank: if the ranks pass features of different shapes, different scales,
+                different biases or different numbers of teachers, or if only some ranks pass group_id.
         """
         check_tensors(image_features=image_features, text_features=text_features)
         device = image_features.device

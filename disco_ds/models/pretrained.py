@@ -38,7 +38,7 @@ UNUSED = (
     "vocab_size",
     "text.transformer.embeddings.position_ids",
 )
-"""Tensors in OpenAI's files, and in those of transformers before 4.31, that are not weights."""
+"""Names of tensors that are not weights, in files of OpenAI and of transformers before 4.31."""
 COMPILED = "_orig_mod."
 """Part that torch.compile adds to the names of parameters."""
 TIMM = "timm"
@@ -48,7 +48,7 @@ TIMM = "timm"
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the content of open_clip_config.json in a folder with the layout of the Hugging Face Hub.
 
-    If the config names a tokenizer of the hub, the result names the folder instead, which contains the tokenizer.
+    If the config names a tokenizer, its name is replaced by the path of the folder, which contains the tokenizer.
 
     Raises:
         ValueError: If the file cannot be read or does not describe a model.

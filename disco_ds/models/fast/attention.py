@@ -61,7 +61,7 @@ class Attention(nn.Module):
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(*shape, *heads)
         if packing is not None:
             return self.out_proj(sequence_attention(qkv, 0, True, *packing))
-        # A block that both towers share gets no mask for images.
+        # In a block that both towers share, images come without a mask, so their attention is not causal.
         causal = self.causal and mask is not None
         if causal:
             mask = None

@@ -17,7 +17,7 @@ from disco_ds.models.fast.blocks import Block
 OPTIONS = {"fallback_random": True}
 """Draw random numbers from torch's generators, whose states GradAccum and activation checkpointing restore.
 
-Since torch 2.13, dropout in a compiled kernel may also be wrong on CUDA (pytorch issue 198333).
+Without this option, dropout in compiled kernels may also be wrong on CUDA since torch 2.13 (pytorch issue 198333).
 """
 
 

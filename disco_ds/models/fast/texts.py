@@ -111,7 +111,7 @@ def can_pack(tower: Any) -> bool:
 def is_causal(tower: Any) -> bool:
     """Return whether this open_clip tower uses the causal mask, and no mask for padding.
 
-    Subclasses count as not causal, because their mask may be another one.
+    Other classes, also subclasses of open_clip's towers, count as not causal, because their mask may be another one.
     """
     if type(tower) not in (open_clip.CLIP, TextTransformer, PackedText):
         return False
