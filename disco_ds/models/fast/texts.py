@@ -3,8 +3,8 @@
 In a causal tower that takes the feature of a text at its end token, the tokens after the end token change neither the
 feature nor the gradients. So only the tokens up to the end token are packed, for all texts of a micro-batch, into one
 tensor [T, C]. All layers except attention work on single tokens; attention.py has the attention of packed texts.
-Hugging Face towers mask padding, so
-their texts are cut to the length of the longest one. Towers that attend to padding, such as SigLIP's, are not changed.
+Hugging Face towers mask padding, so their texts are cut to the length of the longest one. Towers that attend to
+padding, such as SigLIP's, are not changed.
 """
 
 # m texts of L tokens with padding; T tokens without it; C is the width of the tower.
@@ -164,8 +164,7 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
 def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
 
-    Unused texts of one token at the start round T up to a multiple of m / 4, so that the allocator sees few
-    sizes.
+    Unused texts of one token at the start round T up to a multiple of m / 4, so that the allocator sees few sizes.
 
     Args:
         text: [m, L] tokens.
