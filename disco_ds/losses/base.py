@@ -54,6 +54,15 @@ class Teacher:
                 "a teacher needs image and text [b, D] of the same shape and scale [1], got "
                 f"{tuple(image.shape)}, {tuple(text.shape)} and {tuple(self.scale.shape)}"
             )
+        if image.dtype != text.dtype or not image.is_floating_point():
+            raise ValueError(
+                "a teacher needs image and text of the same floating dtype, got "
+                f"{image.dtype} and {text.dtype}"
+            )
+        if self.bias is not None and self.bias.shape != (1,):
+            raise ValueError(
+                f"a teacher's bias must have shape [1], got {list(self.bias.shape)}; reshape it with bias.view(1)"
+            )
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,7 @@ class Loss(nn.Module):
 
         Raises:
             TypeError: If the arguments are not exactly one Embeddings.
+            ValueError: If the loss needs a teacher and the embeddings have none, or the other way round.
             LossContractError: If the output breaks the contract.
         """
         if others or not isinstance(embeddings, Embeddings):
@@ -328,7 +338,7 @@ def build_loss(name: str, **options: Any) -> Loss:
 
 
 def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
-    """Check the options of a loss of this package against the annotations of its constructors.
+    """Check the options of a loss of this package against the type annotations of its constructor and its bases'.
 
     Raises:
         ValueError: If an option has the wrong type or is not finite.
@@ -383,10 +393,10 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def check_teacher_weight(weight: float | None) -> float | None:
-    """Return the weight.
+    """Return the weight unchanged.
 
     Raises:
-        ValueError: If it is not from 0 to 1.
+        ValueError: If the weight is neither None nor from 0 to 1.
     """
     if weight is not None and not 0 <= weight <= 1:
         raise ValueError(f"teacher_weight must be from 0 to 1, got {weight}")

@@ -1,8 +1,8 @@
 """Compare a rank's rows with the columns of all ranks, which are either gathered or sent around a ring.
 
-Gathered and Ring both compute sums over each of this rank's rows and each of its columns, and the gradients of rows
-and columns. The losses differ in how they use these results. Only the losses and the cost estimates in plan/ import
-this file.
+The rows are the features of one side (image or text), and the columns those of the other side. Gathered and Ring both
+compute a sum for each of this rank's rows and columns, and the gradients of rows and columns. The losses differ in how
+they use these results. Only the losses and the cost estimates in plan/ import this file.
 """
 
 # b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: first the values
@@ -44,17 +44,17 @@ class TiledLoss(Loss):
     Args:
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
-        tile: See kernels.Tiling.
-        precision: See kernels.Tiling.
-        impl: See kernels.Tiling.
+        tile: Number of rows and columns of a tile; see kernels.Tiling.
+        precision: Precision of the operands of matrix multiplications; see kernels.Tiling.
+        impl: "torch", "triton" or "auto"; see kernels.Tiling.
         group: Process group, None for all ranks.
 
     Raises:
-        ValueError: For an unknown tile, precision or impl.
+        ValueError: If `tile` is not two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
-    """See GroupedLoss."""
+    """How the other pairs of an anchor's group are treated; see GroupedLoss."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class GroupedLoss(TiledLoss):
 
     Args:
         same_group: How the loss of an anchor treats the other pairs of the anchor's group. "negatives": like the pairs
-            of other groups. "positives": as further positives of the anchor. "ignored": they are left out. The groups
-            are in Embeddings.group_id. See docs/losses.md section 8.
+            of other groups. "positives": as further positives of the anchor. "ignored": left out of the loss. The
+            groups are in Embeddings.group_id. See docs/losses.md section 8.
         teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
             pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
         options: See TiledLoss.
@@ -168,18 +168,19 @@ class Gathered:
         self.own = self.columns[self.mine]
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Compute the logarithms of the sums of exponentials over each of this rank's rows and columns.
+        """Compute the logarithm of the sum of exponentials over each of this rank's rows and each of its columns.
 
-        The sums leave out the diagonal, which contains this rank's own pairs.
+        The sum over a row includes the columns of all ranks, and the sum over a column the rows of all ranks. Both
+        leave out the positive pair.
 
         Args:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
-            shift: See kernels.Block.
+            shift: [1], subtracted from all exponents, or None; see kernels.Block.
             maxima: Also find the largest exponents.
 
         Returns:
-            See Sums; n = m = b.
+            Sums with one entry for each of the b rows and each of the b columns.
         """
         part = softmax_sums(self._block(rows, scales, shift), maxima)
         if comm.size(self.group) == 1:
@@ -206,8 +207,8 @@ class Gathered:
         needs_rows: bool,
         needs_columns: bool,
         moments: Tensor | None = None,
-        teachers: Sequence[Lesson] = (),
-        taught: Tensor | None = None,
+        soft_targets: Sequence[SoftTargets] = (),
+        target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
 
@@ -217,13 +218,14 @@ class Gathered:
         Args:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
-            shifts: [2, b], shifts of the rows and of the columns.
-            shift: See kernels.Block.
+            shifts: [2, b], row_shift and column_shift of softmax_gradient.
+            shift: [1], subtracted from all exponents, or None; see kernels.Block.
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
-            teachers: The teachers.
-            taught: [b, D], see softmax_gradient.
+            soft_targets: One for each teacher.
+            target_gradient: [b, D], receives the part of the rows' gradient that the caller must subtract (see
+                softmax_gradient). Required with soft_targets.
 
         Returns:
             The two gradients, [b, D] each; None if not needed.
@@ -236,10 +238,12 @@ class Gathered:
         block = self._block(rows, scales, shift)
         column_shifts = self._gather_vector(shifts[1])
         targets = [
-            each.target(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
-            for each in teachers
+            each.for_columns(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
+            for each in soft_targets
         ]
-        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, taught)
+        softmax_gradient(
+            block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, target_gradient
+        )
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         if d_columns is not None:
@@ -247,9 +251,9 @@ class Gathered:
         return d_rows, d_columns
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather one number for each column of all ranks.
+        """Gather a vector with one number for each of this rank's columns, [b], from all ranks.
 
-        If `own` is one number expanded to [b], every rank has the same number, and nothing is sent.
+        A vector with stride 0 is one number, expanded to [b]. Every rank has the same number, so nothing is sent.
         """
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
@@ -266,7 +270,7 @@ class Gathered:
 class Ring:
     """The columns of all ranks, sent around a ring block by block, so that no tensor grows with the global batch.
 
-    All scales must be equal. The methods are collective and work like those of Gathered, but compute no moments.
+    All scales must be equal. `sums` and `gradient` are collective: every rank must call them, in the same order.
 
     Args:
         columns: [b, D], as returned by Tiling.hold.
@@ -288,7 +292,7 @@ class Ring:
         self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """See Gathered.sums."""
+        """Compute the same as Gathered.sums, with the columns of one rank at a time."""
         total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
         largest: Tensor | None = None
         positives: Tensor | None = None
@@ -317,14 +321,14 @@ class Ring:
         shift: Tensor | None,
         needs_rows: bool,
         needs_columns: bool,
-        teachers: Sequence[Lesson] = (),
-        taught: Tensor | None = None,
+        soft_targets: Sequence[SoftTargets] = (),
+        target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See Gathered.gradient."""
+        """Compute the same as Gathered.gradient, with the columns of one rank at a time, but no moments."""
         d_rows = zero_gradient(rows) if needs_rows else None
         sent = [self.own, shifts[1]]
-        for teacher in teachers:
-            sent += [teacher.blocks.own, teacher.lse[1]]
+        for each in soft_targets:
+            sent += [each.blocks.own, each.lse[1]]
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             columns, column_shifts, *others = block
@@ -335,8 +339,8 @@ class Ring:
             # so they travel with the owner's columns.
             current = self._block(rows, columns, scales, owner, shift)
             targets = [
-                teacher.target(others[2 * k], others[2 * k + 1], current.first)
-                for k, teacher in enumerate(teachers)
+                each.for_columns(others[2 * k], others[2 * k + 1], current.first)
+                for k, each in enumerate(soft_targets)
             ]
             softmax_gradient(
                 current,
@@ -345,7 +349,7 @@ class Ring:
                 d_rows,
                 d_columns,
                 targets=targets,
-                taught=taught,
+                target_gradient=target_gradient,
             )
             return [] if d_columns is None else [d_columns]
 
@@ -368,49 +372,49 @@ Blocks = Gathered | Ring
 
 
 @dataclass
-class Lesson:
+class SoftTargets:
     """One teacher's soft targets for this rank's pairs: softmaxes over the rows and columns of its similarities."""
 
     blocks: Any
-    """Compares the teacher's rows with its columns. Gathered or Ring."""
+    """Gathered or Ring, with the teacher's columns."""
     rows: Tensor
-    """[b, D'], the teacher's features of the side of the rows, negated if the teacher's scale is negative."""
+    """[b, D'], the teacher's rows, negated if the teacher's scale is negative."""
     scale: Tensor
     """[1] float64, the absolute value of the teacher's scale."""
     shift: Tensor | None
-    """See kernels.Block."""
+    """[1] float64, subtracted from all exponents, or None; see kernels.Block."""
     x: Tensor
     """[b] float64, the teacher's logits of the positive pairs."""
     others: Tensor
     """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the positive pair."""
     weight: float
-    """Weight of the teacher."""
-    own: Tensor | None = None
-    """See kernels.Target."""
+    """Weight of this teacher in the loss."""
+    weighted_columns: Tensor | None = None
+    """[b, D'], sums of the teacher's columns, weighted by its probabilities; see kernels.Target. None: not needed."""
 
     @property
     def lse(self) -> Tensor:
-        """[2, b], logarithms of the same sums, with the positive pair."""
+        """[2, b], logarithms of the sums of exp(logit) over each row and each column, with the positive pair."""
         return torch.logaddexp(self.others, self.x)
 
     @property
-    def on_others(self) -> Tensor:
+    def negative_mass(self) -> Tensor:
         """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
         return self.weight * (self.others - self.lse).exp().sum(0)
 
-    def target(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Target:
-        """Return the softmaxes over a block of columns.
+    def for_columns(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Target:
+        """Return the targets for one block of columns.
 
         Args:
-            columns: [m, D'], the teacher's features.
+            columns: [m, D'], the teacher's columns.
             column_lse: [m], the entries of lse[1] for these columns.
-            first: See kernels.Block.
+            first: Row i and column i + first are a positive pair; None if the block has no positive pairs.
         """
         row_scale = self.scale.expand(len(self.rows))
         column_scale = self.scale.expand(len(columns))
         tiling = self.blocks.tiling
         block = Block(self.rows, columns, row_scale, column_scale, first, self.shift, tiling)
-        return Target(block, self.lse[0], column_lse, self.weight, self.own)
+        return Target(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
 
 
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
@@ -538,7 +542,7 @@ def add_pairs(
     if gradient is None:
         return
     lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
-    # In 16 bits, the quotient could be zero.
+    # Divide in float64: in fp16, the quotient could become zero.
     factor = (factor.double() / tiling.gain()).to(gradient.dtype)
     for part, other, w in row_chunks(gradient, others, lifted):
         part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)

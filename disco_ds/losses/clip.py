@@ -23,7 +23,7 @@ from disco_ds.losses.base import (
     register_loss,
 )
 from disco_ds.losses.kernels import full_dtype
-from disco_ds.losses.teacher import teach
+from disco_ds.losses.teacher import add_teacher_loss
 
 
 @register_loss("clip")
@@ -48,7 +48,7 @@ class FullMatrixLoss(Loss):
             logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
         labels = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-        loss, others = teach(loss, (logits, logits.T), embeddings, slice(None), self)
+        loss, others = add_teacher_loss(loss, (logits, logits.T), embeddings, slice(None), self)
         with torch.no_grad():
             hits = [(logits.argmax(dim) == labels).sum() for dim in (1, 0)]
             metrics = global_metrics(loss, hits, len(logits), self.group, others)

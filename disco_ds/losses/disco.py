@@ -19,7 +19,7 @@ from disco_ds.losses.base import (
     register_loss,
 )
 from disco_ds.losses.kernels import full_dtype
-from disco_ds.losses.teacher import teach
+from disco_ds.losses.teacher import add_teacher_loss
 
 
 @register_loss("disco")
@@ -54,7 +54,7 @@ class DisCoLoss(Loss):
             logits_text = s * (T_A[own] @ I_A.T)
         labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)
         loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
-        loss, others = teach(loss, (logits_image, logits_text), embeddings, own, self)
+        loss, others = add_teacher_loss(loss, (logits_image, logits_text), embeddings, own, self)
         with torch.no_grad():
             hits = [(logits.argmax(1) == labels).sum() for logits in (logits_image, logits_text)]
             metrics = global_metrics(loss, hits, b, self.group, others)

@@ -30,8 +30,7 @@ class _DropIn(nn.Module):
             check: before computing the loss, check that all ranks pass features of the same shape, and the same
                 scale and bias. This costs one small collective, for which the host waits.
 
-    FastCLIP's losses keep state for every sample. Save the state_dict() of every rank separately. To restore it, pass
-    a list of all ranks' `loss` state dicts to `loss.load_state_parts`, where `loss` is the attribute of this module.
+    FastCLIP's losses cannot be used here, because forward takes no sample ids. Use build_loss and Embeddings instead.
     """
 
     global_mean = False
@@ -74,9 +73,9 @@ class _DropIn(nn.Module):
 
         Raises:
             ValueError: If the features are not tensors, or have no rows.
-            ValueError: If `rank` or `world_size` differs from the actual value. With `check`, also on every rank if
-                the ranks pass features of different shapes, different scales or different biases, or if only some of
-                them pass group_id.
+            ValueError: If `rank` or `world_size` differs from the actual value.
+            ValueError: With `check`, on every rank: if the ranks pass features of different shapes, different scales,
+                different biases or different numbers of teachers, or if only some ranks pass group_id.
         """
         check_tensors(image_features=image_features, text_features=text_features)
         device = image_features.device

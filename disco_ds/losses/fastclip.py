@@ -59,6 +59,7 @@ class FastCLIPLoss(TiledLoss):
     """
 
     weighs_by_tau: ClassVar[bool] = True
+    """Whether the loss has the factor tau_i."""
     default_gamma: ClassVar[GammaSchedule] = "cosine"
     default_tau: ClassVar[float] = 0.07
     learns_scale = False
@@ -291,7 +292,7 @@ class FastCLIPv2Loss(FastCLIPLoss):
     """The robust global contrastive loss (RGCL), which learns two temperatures per sample: one for each side.
 
     Args:
-        rho: See FastCLIPLoss.
+        rho: The constant rho in the formula of FastCLIPLoss.
         tau_lr: Learning rate of the temperatures.
         tau_min: Lower bound of the temperatures.
         tau_max: Upper bound of the temperatures.
@@ -326,7 +327,7 @@ class FastCLIPv3Loss(FastCLIPLoss):
     """The robust global contrastive loss with one temperature (RGCL-g), learned as the model's logit scale.
 
     Args:
-        rho: See FastCLIPLoss.
+        rho: The constant rho in the formula of FastCLIPLoss.
         options: See FastCLIPLoss.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics
 from disco_ds.losses.blocks import (
     Blocks,
-    Lesson,
+    SoftTargets,
     TiledLoss,
     add_pairs,
     assign_sides,
@@ -28,7 +28,7 @@ from disco_ds.losses.blocks import (
     zero_gradient,
 )
 from disco_ds.losses.kernels import Groups, Sums, Tiling, full_dtype
-from disco_ds.losses.teacher import measure_lesson
+from disco_ds.losses.teacher import teacher_metrics
 
 MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any, Groups | None], Blocks]
 """Constructor of Gathered or Ring; takes this rank's columns [b, D], the tiling, the comm dtype, the process group and
@@ -38,18 +38,17 @@ the groups of pairs."""
 def infonce(
     embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False
 ) -> LossOutput:
-    """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities.
+    """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities. Collective.
 
-    Collective. The gradient is computed in forward if it is needed; backward only multiplies it by the upstream
-    gradient. The result is correct only if the upstream gradient is the same on every rank, as it is if the loss is
-    averaged over ranks.
+    If gradients are needed, forward computes them, and backward only multiplies them by the upstream gradient. They are
+    correct only if the upstream gradient is the same on every rank, as it is if the loss is averaged over ranks.
 
     Args:
         embeddings: Features and scale of this rank.
-        make_blocks: Builds the object that compares this rank's rows with the columns of all ranks.
+        make_blocks: Gathered or Ring, which compare this rank's rows with the columns of all ranks.
         loss: Provides the tiling, the comm dtype and the process group.
         shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
-            view contains all other views, both first and second views.
+            view contains all other views of the global batch, first and second ones.
 
     Source: docs/losses.md sections 1 and 2.
     """
@@ -69,7 +68,7 @@ def infonce(
     )
     if swap:
         hits.reverse()
-    others = measure_lesson(embeddings, parts, loss.group) if teachers else {}
+    others = teacher_metrics(embeddings, parts, loss.group) if teachers else {}
     return LossOutput(value, global_metrics(value, hits, len(rows), loss.group, others) | metrics)
 
 
@@ -99,9 +98,11 @@ class _InfoNCE(torch.autograd.Function):
         scales = scale.expand(2, len(rows))
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
         weight = (loss.teacher_weight or 0.0) / max(len(teachers), 1)
-        lessons = [_make_lesson(*teacher, weight, make_blocks, loss) for teacher in teachers]
+        soft_targets = [
+            _make_soft_targets(*teacher, weight, make_blocks, loss) for teacher in teachers
+        ]
         find_gradients = partial(
-            _gradients, cross, same, rows, scale, x, share, needed, lessons, loss.accuracy
+            _gradients, cross, same, rows, scale, x, share, needed, soft_targets, loss.accuracy
         )
         shift = overflow_shift(rows, columns, scale, group)
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
@@ -109,17 +110,17 @@ class _InfoNCE(torch.autograd.Function):
         fits = shift_fits(shift, *with_pairs, group=group)
         ctx.shift = shift  # backward does not need it; tests and tools/check/losses.py read it
         gradients: tuple[Tensor | None, ...] = ()
-        taught: Tensor | None = None
+        target_gradient: Tensor | None = None
         # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
         # has work while the host reads the answer and prepares what follows.
         if rows.is_cuda or fits():
-            gradients, taught = find_gradients(sums, shift)
+            gradients, target_gradient = find_gradients(sums, shift)
         if not fits():
-            gradients, taught = (), None  # frees the memory of those computed above
+            gradients, target_gradient = (), None  # frees the memory of those computed above
             ctx.shift = None
-            turned = _turn(scale, rows), _turn(scale, columns)
-            sums = _sums(cross, same, *turned, scales.abs(), None, loss.accuracy)
-            gradients, taught = find_gradients(sums, None)
+            signed = _absorb_sign(scale, rows), _absorb_sign(scale, columns)
+            sums = _sums(cross, same, *signed, scales.abs(), None, loss.accuracy)
+            gradients, target_gradient = find_gradients(sums, None)
         ctx.gradients = gradients
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
         zero = torch.zeros_like(x)
@@ -129,8 +130,10 @@ class _InfoNCE(torch.autograd.Function):
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
         parts: Tensor | None = None
-        if taught is not None:
-            per_pair, parts = _teach(per_pair, x, rows, scale, taught, lessons, tiling)
+        if target_gradient is not None:
+            per_pair, parts = _add_teacher_loss(
+                per_pair, x, rows, scale, target_gradient, soft_targets, tiling
+            )
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
@@ -140,15 +143,15 @@ class _InfoNCE(torch.autograd.Function):
         return *multiply_gradients(ctx, upstream), None, None, None, None, None, None
 
 
-def _make_lesson(
+def _make_soft_targets(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
     weight: float,
     make_blocks: MakeBlocks,
     loss: TiledLoss,
-) -> Lesson:
-    """Sum over the rows and columns of a teacher's similarities. Collective."""
+) -> SoftTargets:
+    """Compute what the soft targets of one teacher need: sums over the rows and columns of its logits. Collective."""
     tiling = loss.tiling.on(rows.device)
     rows, columns = tiling.hold(rows), tiling.hold(columns)
     blocks = make_blocks(columns, tiling, loss.comm_dtype, loss.group, None)
@@ -160,54 +163,58 @@ def _make_lesson(
     with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
     fits = shift_fits(shift, *with_pairs, group=loss.group)()
     if not fits:
-        rows, scale = _turn(scale, rows), scale.abs()
+        rows, scale = _absorb_sign(scale, rows), scale.abs()
         sums = blocks.sums(rows, scales.abs(), None, False)
     others = torch.stack([sums.rows, sums.columns])
-    return Lesson(blocks, rows, scale, shift if fits else None, x, others, weight)
+    return SoftTargets(blocks, rows, scale, shift if fits else None, x, others, weight)
 
 
-def _teach(
+def _add_teacher_loss(
     per_pair: Tensor,
     x: Tensor,
     rows: Tensor,
     scale: Tensor,
-    taught: Tensor,
-    lessons: Sequence[Lesson],
+    target_gradient: Tensor,
+    soft_targets: Sequence[SoftTargets],
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of the loss with teachers, as a sum of both directions, and the parts of the loss.
+    """Add the teachers' part to the loss of the pairs.
 
     Args:
-        per_pair: [b], the loss of the pairs.
+        per_pair: [b], the loss of each pair without teachers, summed over both directions.
         x: [b], the logits of the pairs.
         rows: [b, D].
         scale: [1].
-        taught: See softmax_gradient.
-        lessons: The teachers.
+        target_gradient: [b, D], as computed by softmax_gradient.
+        soft_targets: One for each teacher.
         tiling: Provides the gain.
 
     Returns:
-        The loss, 0-d; and [3]: the loss of the pairs, the cross-entropy with the targets, and the mean of
-        KL(teacher, student) over the teachers. The last is left out if the entropy was not measured.
+        This rank's share of the loss with teachers, 0-d, summed over both directions; and the means over both
+        directions of its parts, [3]: the loss of the pairs, the cross-entropy with the targets, and the mean of
+        KL(teacher, student) over the teachers. Without the entropy of the targets, the last one is left out.
     """
     b, gain = len(x), tiling.gain()
-    weight = sum(lesson.weight for lesson in lessons)
+    weight = sum(target.weight for target in soft_targets)
     of_pairs = per_pair.mean()
-    # A target moves the weight p of each other entry from the pair's logit to the entry's logit.
-    on_others = torch.stack([lesson.on_others for lesson in lessons]).sum(0)
-    moved = (on_others * x).mean() - scale[0] * inner_product(rows, taught) / (b * gain)
-    parts = [of_pairs, of_pairs + moved / weight]
-    if lessons[0].own is not None:
-        entropy = torch.zeros_like(moved)
-        for lesson in lessons:
-            y = lesson.x
+    # In the loss, soft targets move the probability of each negative from the positive pair's logit to the negative's.
+    negative_mass = torch.stack([target.negative_mass for target in soft_targets]).sum(0)
+    change = (negative_mass * x).mean()
+    change -= scale[0] * inner_product(rows, target_gradient) / (b * gain)
+    parts = [of_pairs, of_pairs + change / weight]
+    if soft_targets[0].weighted_columns is not None:
+        entropy = torch.zeros_like(change)
+        for target in soft_targets:
+            y = target.x
             entropy += (
-                lesson.weight * (lesson.lse - y).sum(0).mean() + (lesson.on_others * y).mean()
+                target.weight * (target.lse - y).sum(0).mean() + (target.negative_mass * y).mean()
             )
-            assert lesson.own is not None
-            entropy -= lesson.scale[0] * inner_product(lesson.rows, lesson.own) / (b * gain)
+            assert target.weighted_columns is not None
+            entropy -= (
+                target.scale[0] * inner_product(target.rows, target.weighted_columns) / (b * gain)
+            )
         parts.append(parts[1] - entropy / weight)
-    return of_pairs + moved, torch.stack(parts) / 2
+    return of_pairs + change, torch.stack(parts) / 2
 
 
 def _gradients(
@@ -218,8 +225,8 @@ def _gradients(
     x: Tensor,
     share: Tensor | None,
     needed: Sequence[bool],
-    lessons: Sequence[Lesson],
-    measures: bool,
+    soft_targets: Sequence[SoftTargets],
+    needs_entropy: bool,
     sums: Sums,
     shift: Tensor | None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
@@ -231,27 +238,27 @@ def _gradients(
         rows: [b, D].
         scale: [1] float64, not 0.
         x: [b] float64, the logits of the pairs.
-        share: See Groups.
+        share: [b] float64, 1 / size of each pair's group; None if only the pair itself is a positive.
         needed: Whether the gradient of the rows, the columns and the scale is needed.
-        lessons: The teachers.
-        measures: Whether the entropy of the teachers is needed.
-        sums: The sums over the other entries of each row and column.
-        shift: See kernels.Block.
+        soft_targets: One for each teacher.
+        needs_entropy: Whether the entropy of the soft targets is needed.
+        sums: The sums over the negatives of each row and column.
+        shift: [1], subtracted from all exponents, or None; see kernels.Block.
 
     Returns:
-        The three gradients, with None for each that is not needed; and the result `taught` of softmax_gradient, [b, D],
-        or None if there is no teacher.
+        The three gradients, with None for each that is not needed; and the target_gradient of softmax_gradient, [b, D],
+        or None without teachers.
     """
-    if not any(needed) and not lessons:
+    if not any(needed) and not soft_targets:
         return (None, None, None), None
     needs_rows, needs_columns, needs_scale = needed
     columns = cross.own
     scales = scale.expand(2, len(x))
-    turned = rows, columns
+    signed = rows, columns
     # A shift never fits a negative scale, so the gradients that are used are computed without one.
     if shift is None:
         scales = scales.abs()
-        turned = _turn(scale, rows), _turn(scale, columns)
+        signed = _absorb_sign(scale, rows), _absorb_sign(scale, columns)
     others = torch.stack([sums.rows, sums.columns])
     lse = torch.logaddexp(others, x)
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
@@ -259,26 +266,26 @@ def _gradients(
     shared = bool(same)
     d_rows: Any
     d_columns: Any
-    taught = zero_gradient(rows) if lessons else None
-    for lesson in lessons:
-        lesson.own = zero_gradient(lesson.rows) if measures else None
+    target_gradient = zero_gradient(rows) if soft_targets else None
+    for target in soft_targets:
+        target.weighted_columns = zero_gradient(target.rows) if needs_entropy else None
     d_rows, d_columns = cross.gradient(
-        turned[0],
+        signed[0],
         scales,
         lse,
         shift,
         needs_rows or needs_scale,
         needs_columns or (needs_scale and shared),
-        teachers=lessons,
-        taught=taught,
+        soft_targets=soft_targets,
+        target_gradient=target_gradient,
     )
-    if taught is not None and d_rows is not None:
-        d_rows -= taught
+    if target_gradient is not None and d_rows is not None:
+        d_rows -= target_gradient
     if shift is None and d_columns is not None:
-        d_columns = _turn(scale, d_columns)  # because it is a sum over the turned rows
+        d_columns = _absorb_sign(scale, d_columns)  # it is a sum over the signed rows
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
-    for block, views, shifts, total in zip(same, turned, lse, (d_rows, d_columns), strict=False):
+    for block, views, shifts, total in zip(same, signed, lse, (d_rows, d_columns), strict=False):
         if total is not None:
             total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
     # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
@@ -286,9 +293,9 @@ def _gradients(
     pairs = -(others - lse).exp().sum(0)
     if share is not None:
         pairs += 2 * (1 - share)  # for a pair in a group, the weight is P + Q - 2 / size
-    # With teachers, P and Q of a pair also lose the teachers' probabilities of the other entries.
-    for lesson in lessons:
-        pairs += lesson.on_others
+    # With teachers, the target of a positive pair is below 1 by the teachers' weighted probability of negatives.
+    for target in soft_targets:
+        pairs += target.negative_mass
     factor = scale / (2 * len(x))
     tiling = cross.tiling
     add_pairs(d_rows, columns, pairs, factor, tiling)
@@ -300,7 +307,7 @@ def _gradients(
             total = (total + inner_product(columns, d_columns)) / 2
         d_scale = total / scale
     gradients = d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
-    return gradients, taught
+    return gradients, target_gradient
 
 
 def _sums(
@@ -326,7 +333,7 @@ def _sums(
     )
 
 
-def _turn(scale: Tensor, features: Tensor) -> Tensor:
+def _absorb_sign(scale: Tensor, features: Tensor) -> Tensor:
     """Multiply features by the sign of the scale, because the tiles need a positive scale."""
     return features * torch.where(scale < 0, -1, 1).to(features.dtype)
 

@@ -26,7 +26,7 @@ def check_tensors(**values: Any) -> None:
     """Check that arguments are tensors.
 
     Raises:
-        ValueError: If one is not. The message begins with its name.
+        ValueError: If an argument is not a tensor. The message begins with the argument's name.
     """
     for name, value in values.items():
         if not isinstance(value, Tensor):

@@ -48,7 +48,7 @@ class SampleState:
 
     Args:
         num_samples: Number of samples in the data; ids are below this number.
-        memory: Where the values are stored.
+        memory: Where the values are stored: "device" or "host".
         step: Adam's settings for the temperatures. None: no temperatures are stored.
         group: Process group, None for all ranks.
     """
@@ -136,8 +136,8 @@ class SampleState:
     def _step_tau(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
         """Take one step of Adam on the temperatures of these samples.
 
-        A sample's temperatures are updated only when the sample is in a batch. Each sample therefore has its own
-        moments, step count and bias correction.
+        A sample's temperatures are updated only when the sample is in a batch. Moments, step count and bias correction
+        are therefore separate for each sample.
         """
         values = self.values
         gradient = gradient.clamp(-CLAMP, CLAMP)

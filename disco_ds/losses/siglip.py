@@ -34,7 +34,7 @@ from disco_ds.losses.blocks import (
     zero_gradient,
 )
 from disco_ds.losses.kernels import Block, Groups, SigmoidTarget, full_dtype, sigmoid_block
-from disco_ds.losses.teacher import measure_lesson
+from disco_ds.losses.teacher import teacher_metrics
 
 
 @register_loss("siglip")
@@ -82,7 +82,7 @@ class SigLIPLoss(GroupedLoss):
         )
         if swap:
             hits.reverse()
-        others = measure_lesson(embeddings, parts, self.group) if embeddings.teacher else {}
+        others = teacher_metrics(embeddings, parts, self.group) if embeddings.teacher else {}
         metrics |= global_metrics(value, hits, len(rows), self.group, others)
         return LossOutput(value, metrics)
 
@@ -117,11 +117,11 @@ class _SigLIP(torch.autograd.Function):
         total = F.softplus(-z, threshold=40).sum()
         weight = pair_weights.sum()
         largest: Tensor | None = None
-        lessons = [
-            _Lesson(*teacher, (loss.teacher_weight or 0.0) / len(teachers), loss)
+        soft_targets = [
+            _SigmoidTargets(*teacher, (loss.teacher_weight or 0.0) / len(teachers), loss)
             for teacher in teachers
         ]
-        taught = zero_gradient(rows) if teachers else None
+        target_gradient = zero_gradient(rows) if teachers else None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             nonlocal largest
@@ -134,10 +134,12 @@ class _SigLIP(torch.autograd.Function):
             meeting = groups.with_owner(owner) if groups else None
             current = Block(rows, block[0], scales, scales, first, None, tiling, meeting)
             targets = [
-                lesson.target(columns, first)
-                for lesson, columns in zip(lessons, block[1:], strict=True)
+                target.for_columns(columns, first)
+                for target, columns in zip(soft_targets, block[1:], strict=True)
             ]
-            sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy, targets, taught)
+            sums = sigmoid_block(
+                current, bias, d_rows, d_others, loss.accuracy, targets, target_gradient
+            )
             total.add_(sums.loss)
             weight.add_(sums.weight)
             top = sums.rows_max
@@ -150,28 +152,26 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
-        home = ring.circulate([sent, *(lesson.sent for lesson in lessons)], visit, join, group)
+        home = ring.circulate([sent, *(target.sent for target in soft_targets)], visit, join, group)
         d_columns = home[-1] if needs_columns else None
         parts: Tensor | None = None
-        if taught is not None:
+        if target_gradient is not None:
             if d_rows is not None:
-                d_rows -= taught
-            moved = -scale[0] * inner_product(rows, taught) / tiling.gain()
-            entropy = torch.zeros_like(moved)
-            for lesson in lessons:
-                # The target replaces 1 at a pair, and 0 elsewhere, by the teacher's probability.
-                lack, on_others = (
-                    lesson.weight * (-lesson.y).sigmoid(),
-                    lesson.weight * lesson.sums[1],
-                )
-                pair_weights += lack
-                weight += lack.sum() - on_others
-                moved += (lack * z).sum() - on_others * bias[0].double()
-                entropy += lesson.weight * lesson.entropy()
+                d_rows -= target_gradient
+            change = -scale[0] * inner_product(rows, target_gradient) / tiling.gain()
+            entropy = torch.zeros_like(change)
+            for target in soft_targets:
+                # The teacher's probability replaces the target 1 of a positive pair and the target 0 of a negative.
+                missing = target.weight * (-target.y).sigmoid()
+                negative_mass = target.weight * target.sums[1]
+                pair_weights += missing
+                weight += missing.sum() - negative_mass
+                change += (missing * z).sum() - negative_mass * bias[0].double()
+                entropy += target.weight * target.entropy()
             share = loss.teacher_weight or 1.0
-            cross_entropy = total + moved / share
+            cross_entropy = total + change / share
             parts = torch.stack([total, cross_entropy, cross_entropy - entropy / share]) / b
-            total = total + moved
+            total = total + change
         factor = scale / b
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
@@ -191,14 +191,14 @@ class _SigLIP(torch.autograd.Function):
         return *multiply_gradients(ctx, upstream), None, None, None, None
 
 
-class _Lesson:
+class _SigmoidTargets:
     """One teacher's soft targets: sigmoid(y) for every entry, where y is the teacher's logit.
 
     Args:
-        rows: [b, D'], the teacher's features.
+        rows: [b, D'], the teacher's features of the side that the rows are from.
         columns: [b, D'], the teacher's features of the other side.
         teacher: Provides the scale and the bias.
-        weight: Weight of the teacher.
+        weight: Weight of this teacher in the loss.
         loss: Provides the tiling and the comm dtype.
     """
 
@@ -215,19 +215,20 @@ class _Lesson:
         bias = teacher.bias
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
         self.y = self.scale * pair_cosines(self.rows, self.sent, self.tiling) + self.bias
-        self.own = zero_gradient(self.rows)
+        self.weighted_columns = zero_gradient(self.rows)
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
 
-    def target(self, columns: Tensor, first: int | None) -> SigmoidTarget:
-        """Return the targets of these columns."""
+    def for_columns(self, columns: Tensor, first: int | None) -> SigmoidTarget:
+        """Return the targets for one rank's columns [b, D']. `first` is as in kernels.Block."""
         scales = self.scale.expand(len(self.rows))
         block = Block(self.rows, columns, scales, scales, first, None, self.tiling)
-        return SigmoidTarget(block, self.bias, self.weight, self.sums, self.own)
+        return SigmoidTarget(block, self.bias, self.weight, self.sums, self.weighted_columns)
 
     def entropy(self) -> Tensor:
-        """Return the sum of the entropies of the teacher's probabilities over this rank's rows, 0-d."""
+        """Return the sum of the entropies of the teacher's probabilities over all entries of this rank's rows, 0-d."""
+        # The entropy of an entry is softplus(y) - sigmoid(y) y.
         softplus, sigmoid = self.sums
         y = self.y
-        on_others = self.scale[0] * inner_product(self.rows, self.own) / self.tiling.gain()
+        product = inner_product(self.rows, self.weighted_columns) / self.tiling.gain()
         of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
-        return softplus - on_others - self.bias[0] * sigmoid + of_pairs
+        return softplus - self.scale[0] * product - self.bias[0] * sigmoid + of_pairs

@@ -16,21 +16,21 @@ from disco_ds.losses.base import Embeddings, Loss, Teacher
 from disco_ds.losses.kernels import full_dtype
 
 SAMPLE = 128
-"""Number of pairs on which the agreement is measured. Every rank contributes the same number, at least 1."""
+"""teacher_agreement is computed on this number of pairs, with the same number (at least 1) from every rank."""
 
 
-def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
+def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
     """Return the metrics of a loss with teachers. Their means over ranks are the global values. Collective.
 
     Args:
         embeddings: Features of this rank.
-        parts: [2] or [3], this rank's loss of the pairs, cross-entropy with the teachers' targets and, optionally, KL
-            divergence from the teachers.
+        parts: [2] or [3], this rank's shares of the loss of the pairs, the cross-entropy with the teachers' targets
+            and, optionally, KL(teacher, student), averaged over the teachers.
         group: The process group; None: all ranks.
 
     Returns:
-        pair_loss and teacher_loss. If the divergence is given, also teacher_kl and teacher_agreement: the fraction
-        of images for which the student and the teachers find the same text, among the first SAMPLE / N pairs of every
+        pair_loss and teacher_loss. If `parts` has three entries, also teacher_kl and teacher_agreement: the fraction of
+        images for which the student and the teachers choose the same text, among the first SAMPLE / N pairs of every
         rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
@@ -40,11 +40,12 @@ def measure_lesson(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[st
     with torch.no_grad():
         count = min(len(embeddings.image), max(SAMPLE // comm.size(group), 1))
         student = _gather_logits(embeddings, count, group)
-        taught = sum(
+        probabilities = sum(
             _gather_logits(teacher, count, group).softmax(1) for teacher in embeddings.teacher
         )
-        assert isinstance(taught, Tensor)
-        found["teacher_agreement"] = (student.argmax(1) == taught.argmax(1)).double().mean()
+        assert isinstance(probabilities, Tensor)
+        agree = student.argmax(1) == probabilities.argmax(1)
+        found["teacher_agreement"] = agree.double().mean()
     return found
 
 
@@ -55,14 +56,14 @@ def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Te
     return features.scale.detach().float() * (sides[0] @ sides[1].T)
 
 
-def teach(
+def add_teacher_loss(
     loss: Tensor,
     logits: Sequence[Tensor],
     embeddings: Embeddings,
     rows: slice,
     settings: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean of the loss of the pairs and the cross-entropy with the teachers' targets, weighted. Collective.
+    """Compute the weighted mean of the loss of the pairs and the cross-entropy with the teachers' targets. Collective.
 
     Args:
         loss: The loss of the pairs, 0-d.
@@ -70,11 +71,11 @@ def teach(
             images.
         embeddings: Features of this rank.
         rows: The range of these n pairs in the global batch.
-        settings: Provides the process group and teacher_weight, the weight of the cross-entropy. That of the loss is
-            1 - teacher_weight.
+        settings: Provides the process group and teacher_weight, the weight of the cross-entropy. The weight of `loss`
+            is 1 - teacher_weight.
 
     Returns:
-        The weighted loss, and the metrics of measure_lesson. Without teachers, `loss` and an empty dict.
+        The weighted mean, and the result of teacher_metrics. Without teachers, `loss` and an empty dict.
     """
     if not embeddings.teacher:
         return loss, {}
@@ -93,8 +94,8 @@ def teach(
                 target += found / len(embeddings.teacher)
                 entropy -= torch.special.xlogy(found, found).sum(1).mean().detach()
     losses = [F.cross_entropy(x, p) for x, p in zip(logits, targets, strict=True)]
-    taught = (losses[0] + losses[1]) / 2
+    cross_entropy = (losses[0] + losses[1]) / 2
     entropy /= 2 * len(embeddings.teacher)
-    parts = torch.stack([loss, taught, taught - entropy]).detach()
-    total = loss + settings.teacher_weight * (taught - loss)
-    return total, measure_lesson(embeddings, parts, group)
+    parts = torch.stack([loss, cross_entropy, cross_entropy - entropy]).detach()
+    total = loss + settings.teacher_weight * (cross_entropy - loss)
+    return total, teacher_metrics(embeddings, parts, group)

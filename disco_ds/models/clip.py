@@ -105,7 +105,9 @@ def build_model(
         replace_parts(model)
     _lock(model, settings, learns_scale)
     if settings.token_embedding_std is not None and settings.pretrained is None:
-        nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
+        nn.init.normal_(
+            getattr(model, "text", model).token_embedding.weight, std=settings.token_embedding_std
+        )
     if settings.activation_checkpointing:
         model.set_grad_checkpointing(True)
     model.two_views = settings.two_views
@@ -382,7 +384,7 @@ def read_text_size(model: Any) -> tuple[int, int]:
     """Return the context length and the vocabulary size."""
     if isinstance(model, TwoTowers):
         return model.context_length, model.vocab_size
-    text = _text_tower(model)
+    text = getattr(model, "text", model)
     # Hugging Face towers have the vocabulary size in their config.
     owner = text if hasattr(text, "vocab_size") else text.config
     return text.context_length, owner.vocab_size
@@ -413,7 +415,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
             f"tokens of the tokenizer, {tokenizer.vocab_size}; increase text_cfg.vocab_size, or choose "
             "another tokenizer"
         )
-    if problem := _find_token_mismatch(_text_tower(model), tokenizer):
+    if problem := _find_token_mismatch(getattr(model, "text", model), tokenizer):
         raise ValueError(f"model {settings.name}: {problem}")
     return tokenizer
 
@@ -498,10 +500,6 @@ def register_architecture(name: str, architecture: dict[str, Any]) -> str:
         path.write_text(text, encoding="utf-8")
         add_model_config(path)
     return path.stem
-
-
-def _text_tower(model: Any) -> Any:
-    return model.text if hasattr(model, "text") else model
 
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:

@@ -27,8 +27,8 @@ class ConvNet(nn.Module):
     def __init__(self, num_classes: int):
         super().__init__()
         # At full resolution, a stride costs less than pooling, and the model learns equally well. Normalization with
-        # one group per channel removes the contrast and colors that are typical of an emoji vendor. Groups of 4 or 8
-        # channels give worse results.
+        # one group per channel removes contrast and color, which differ between the vendors that drew the emoji of the
+        # demo. Groups of 4 or 8 channels give worse results.
         self.body = nn.Sequential(
             nn.Conv2d(3, 32, 5, stride=2, padding=2),
             nn.GroupNorm(32, 32),

@@ -1,4 +1,4 @@
-"""Group parameters by tower and layer, with a learning rate and weight decay for each group.
+"""Optimizer groups: parameters by kind, tower and layer, with a learning-rate factor and a weight decay each.
 
 This is the only place that decides which parameters get weight decay. training/engine.py builds the optimizer.
 """

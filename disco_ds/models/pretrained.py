@@ -38,7 +38,7 @@ UNUSED = (
     "vocab_size",
     "text.transformer.embeddings.position_ids",
 )
-"""Tensors in OpenAI's files, and in those of transformers before 4.31, that are not weights."""
+"""Names of tensors that are not weights, in files of OpenAI and of transformers before 4.31."""
 COMPILED = "_orig_mod."
 """Part that torch.compile adds to the names of parameters."""
 TIMM = "timm"
@@ -48,7 +48,7 @@ TIMM = "timm"
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the content of open_clip_config.json in a folder with the layout of the Hugging Face Hub.
 
-    If the config names a tokenizer of the hub, the result names the folder instead, which contains the tokenizer.
+    If the config names a tokenizer, its name is replaced by the path of the folder, which contains the tokenizer.
 
     Raises:
         ValueError: If the file cannot be read or does not describe a model.
@@ -67,7 +67,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def find_weights(name: str, settings: ModelSettings) -> str | None:
-    """Return the tag or file that open_clip.create_model must load for the setting model.pretrained, or None.
+    """Return the open_clip tag or the file that the setting model.pretrained selects; None if it is not set.
 
     Args:
         name: Name of the model in open_clip.
@@ -125,7 +125,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return the preprocess_cfg of the weights, in which values from the settings replace those of the weights."""
+    """Return the preprocess_cfg of the weights, without the image size and with the values that the settings give."""
     cfg, _ = find_preprocessing(name, settings)
     overrides = {
         "mean": settings.image_mean,
@@ -139,9 +139,10 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
 
 
 def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, Any], str | None]:
-    """Return the preprocess_cfg of the weights, and a warning if it is a guess.
+    """Return the preprocess_cfg of the weights, and a warning if it is a guess (otherwise None).
 
-    For a local file without an open_clip config, it is that of the model's pretrained tags, if they are all the same.
+    For a local file without an open_clip config, the guess is the preprocess_cfg that all of open_clip's tags of this
+    model have in common; it is empty if they differ or if there are no tags.
     """
     path = settings.pretrained
     keys = ["mean", "std", "interpolation", "resize_mode"]
@@ -177,7 +178,10 @@ def _find_config(path: Path) -> Path | None:
 
 
 def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
-    """Return whether the model uses QuickGELU. If it is known whether its weights do, they decide.
+    """Return whether the model uses QuickGELU.
+
+    The weights decide if it is known whether they were trained with it: if they are a tag of open_clip, or come with an
+    open_clip config. Otherwise, the model uses it if the model's config or the recipe sets it.
 
     Raises:
         ValueError: If the recipe contradicts the weights.
@@ -199,7 +203,7 @@ def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
 def load_weights(model: Any, path: Path, name: str) -> None:
     """Load both towers, the logit scale and the logit bias from a file.
 
-    A bias that the file lacks keeps its initial value, and one that the model lacks is dropped.
+    If the file has no logit bias, the model keeps its initial one. If the model has none, that of the file is ignored.
 
     Args:
         model: A model that open_clip built.
@@ -285,9 +289,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
-    """Cut the text positions of the weights to the model's context length, or append the model's initial ones.
+    """Fit the text position embeddings of the weights to the model's context length.
 
-    The positions are not interpolated, because a token's position does not depend on the number of tokens after it.
+    If there are too many, the last ones are dropped. If there are too few, the model's initial ones are appended. They
+    are not interpolated, because a token's position does not depend on the number of tokens after it.
 
     Raises:
         ValueError: If the text towers have different widths.

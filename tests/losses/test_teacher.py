@@ -316,3 +316,18 @@ def test_teacher_and_loss_that_do_not_fit_are_refused(
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build_loss("disco_fused", **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"bias": torch.tensor(-10.0)}, r"bias must have shape \[1\], got \[\]"),
+        ({"text": torch.ones(4, 8, dtype=torch.float64)}, "float32 and torch.float64"),
+        ({"image": torch.ones(4, 8).int(), "text": torch.ones(4, 8).int()}, "floating dtype"),
+        ({"scale": torch.tensor(10.0)}, r"scale \[1\], got \(4, 8\), \(4, 8\) and \(\)"),
+    ],
+)
+def test_malformed_teachers_are_refused(changed: dict[str, Tensor], words: str) -> None:
+    rows = torch.ones(4, 8)
+    with pytest.raises(ValueError, match=words):
+        Teacher(**({"image": rows, "text": rows, "scale": torch.ones(1)} | changed))

@@ -66,8 +66,7 @@ def _find_problem(device: torch.device, precision: Precision) -> str | None:
         triton_tiles.try_out(device, precision)
         if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
             return f"triton {triton.__version__} is too old for this GPU, which needs {FENCED} or later"
-    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not
-    # wrong.
+    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not wrong.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[-1]}"

@@ -35,17 +35,17 @@ class SigmoidSums:
 
 @dataclass
 class SigmoidTarget:
-    """A teacher's probabilities sigmoid(y) of the entries of a block, and what is summed with them."""
+    """A teacher's soft targets for a block, sigmoid(y) for each entry, and the sums that sigmoid_block adds to."""
 
     block: Block
     """The teacher's similarities, with as many rows and columns as the student's."""
     bias: Tensor
-    """[1]."""
+    """[1], the teacher's logit bias."""
     weight: float
     """Weight of this teacher, above 0."""
     sums: Tensor
     """[2] float64, receives the sums of softplus(y) and of sigmoid(y) over the block without its diagonal."""
-    own: Tensor
+    weighted_columns: Tensor
     """[n, D'], receives gain x sigmoid(y) @ the teacher's columns, without the diagonal."""
 
 
@@ -56,23 +56,24 @@ def sigmoid_block(
     d_columns: Tensor | None,
     maxima: bool = True,
     targets: Sequence[SigmoidTarget] = (),
-    taught: Tensor | None = None,
+    target_gradient: Tensor | None = None,
 ) -> SigmoidSums:
     """Compute the sums of a block, and add the block's contribution to the gradients of rows and columns.
 
     The weights W are -sigmoid(-z) at positives, sigmoid(z) at negatives, and 0 on the diagonal and at ignored entries.
-    gain x W @ columns is added to d_rows, and gain x W^T @ rows to d_columns. The caller divides the results by the
-    gain, Tiling.gain.
+    V is the sum over the teachers of weight x sigmoid(y), and 0 on the diagonal; without teachers, V is 0.
+    gain x W @ columns is added to d_rows, and gain x (W - V)^T @ rows to d_columns. These results contain the factor
+    gain (Tiling.gain), so the caller must divide them by it.
 
     Args:
         block: The similarities. All scales must be equal.
-        bias: [1].
+        bias: [1], the logit bias.
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
         maxima: Also find the largest z.
-        targets: The teachers. From the transposed product, V^T @ rows is subtracted, where V is the sum over the
-            teachers of weight x sigmoid(y).
-        taught: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with targets.
+        targets: The teachers' soft targets.
+        target_gradient: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with
+            targets.
 
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
@@ -98,10 +99,10 @@ def sigmoid_block(
             y_scale, y_bias = (x[:1].to(block.dtype) for x in (target.block.row_scale, target.bias))
             *sums, V, _, _ = target.block.tiles.sigmoid_weights(teacher, y_scale, y_bias, False)
             target.sums += torch.stack(sums)
-            tiling.add_product(target.own[i], V, teacher.c)
+            tiling.add_product(target.weighted_columns[i], V, teacher.c)
             V = tiling.round(V.mul_(target.weight))
-            assert taught is not None
-            tiling.add_product(taught[i], V, tile.c)
+            assert target_gradient is not None
+            tiling.add_product(target_gradient[i], V, tile.c)
             if d_columns is not None:
                 W = tiling.round(W.sub_(V))
         if d_columns is not None:

@@ -75,7 +75,7 @@ class Positives:
                 total.index_add_(0, at, tiling.product(a, b, out))
 
     def raise_maxima(self, largest: Sequence[Tensor]) -> None:
-        """If maxima are computed, update the maxima over positives with these logits."""
+        """Update the maxima over positives with these logits. `largest` is empty if maxima are not computed."""
         logits = self.logits.masked_fill(~self.found, -math.inf)
         for total, at, dim in zip(largest, (self.i, self.j), (1, 0), strict=False):
             total[1, at] = torch.maximum(total[1, at], logits.amax(dim).double())
@@ -114,7 +114,7 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return the initial maxima of rows and columns: -inf, float64, see Sums.rows_max."""
+        """Return the initial maxima, -inf in float64, in the shapes of Sums.rows_max and Sums.columns_max."""
         count = 1 + self.has_positives
         return [
             torch.full((count, len(x)), -math.inf, dtype=torch.float64, device=x.device)
@@ -131,7 +131,8 @@ class Block:
 
         Args:
             tiles: The module that computes the tiles.
-            width: Width of the rows of the block whose tiles are computed, if it is not this block.
+            width: D of the block that decides the size of the tiles: a teacher's block is cut like the student's. None:
+                D of this block.
         """
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         n, D = self.rows.shape
@@ -214,7 +215,7 @@ class Sums:
 def raise_maxima(
     largest: Sequence[Tensor], tile: tuple[slice, slice], tops: Sequence[Tensor]
 ) -> None:
-    """Update a block's maxima, if they are computed, with the maxima of one tile."""
+    """Update a block's maxima with those of one tile. `largest` is empty if maxima are not computed."""
     for total, part, new in zip(largest, tile, tops, strict=False):
         torch.maximum(total[0, part], new.double(), out=total[0, part])
 
@@ -275,17 +276,17 @@ class Target:
     block: Block
     """The teacher's similarities, with as many rows and columns as the student's."""
     row_shift: Tensor
-    """[n] float64, the logarithm of the sum over each row, including the positive pair."""
+    """[n] float64, the logarithm of the sum of exp(logit) over each row, including the positive pair."""
     column_shift: Tensor
     """[m] float64, the same for each column."""
     weight: float
     """Weight of this teacher, above 0."""
-    own: Tensor | None = None
-    """[n, D'], receives gain x V @ the teacher's columns (see softmax_gradient); None if not needed."""
+    weighted_columns: Tensor | None = None
+    """[n, D'], receives gain x this teacher's weights @ its columns (see softmax_gradient); None if not needed."""
 
 
 class _Weights:
-    """Computes the weights W of a block's tiles: exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), times the gain.
+    """The weights W of a block, tile by tile: exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), times the gain.
 
     On the diagonal and at ignored entries, the weights are 0.
 
@@ -293,8 +294,8 @@ class _Weights:
         block: The similarities.
         row_shift: [n] float64.
         column_shift: [m] float64.
-        width: Width of the rows of the block whose tiles are computed; it decides the size of the tiles.
-        weight: Factor of the weights.
+        width: D of the student's block, which decides the size of the tiles also for a teacher's block.
+        weight: Factor by which all weights are multiplied.
     """
 
     def __init__(
@@ -345,14 +346,14 @@ def softmax_gradient(
     d_columns: Tensor | None,
     moments: tuple[Tensor, Tensor] | None = None,
     targets: Sequence[Target] = (),
-    taught: Tensor | None = None,
+    target_gradient: Tensor | None = None,
 ) -> None:
     """Add gain x W @ columns to d_rows, and gain x (W - V)^T @ rows to d_columns.
 
     W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
     diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. V is the
-    sum of the same weights of all teachers; without teachers it is 0. The caller divides the results by the gain,
-    Tiling.gain.
+    sum of the weights that the teachers' logits give in the same way, each multiplied by Target.weight; without
+    teachers, V is 0. The results contain the factor gain (Tiling.gain), so the caller must divide them by it.
 
     Args:
         block: The similarities.
@@ -364,23 +365,24 @@ def softmax_gradient(
             over each row, is added to the first vector. gain x (second term of W_ij) x <row i, column j>, summed over
             each column, is added to the second vector.
         targets: The teachers' softmaxes.
-        taught: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with targets.
+        target_gradient: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with
+            targets.
     """
     tiling = block.tiling
     D = block.rows.shape[1]
     student = _Weights(block, row_shift, column_shift, D)
     teachers = [_Weights(t.block, t.row_shift, t.column_shift, D, t.weight) for t in targets]
     for i, j in block.cut():
-        # Ordinary torch matrix multiplications. The weights of only one tile (of each model) exist at a time.
+        # The student's and each teacher's weights exist for only one tile at a time.
         tile, W = student.compute(i, j, moments)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
         for target, teacher in zip(targets, teachers, strict=True):
             teacher_tile, V = teacher.compute(i, j)
-            assert taught is not None
-            tiling.add_product(taught[i], V, tile.c)
-            if target.own is not None:
-                tiling.add_product(target.own[i], V, teacher_tile.c)
+            assert target_gradient is not None
+            tiling.add_product(target_gradient[i], V, tile.c)
+            if target.weighted_columns is not None:
+                tiling.add_product(target.weighted_columns[i], V, teacher_tile.c)
             if d_columns is not None:
                 W = tiling.round(W.sub_(V))
         if d_columns is not None:

@@ -31,9 +31,9 @@ class Tiling:
     """How similarities are computed. These settings affect results only through rounding.
 
     Args:
-        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None gives tiles that take at
-            most 144 MiB, rounded to `precision`, if they are written to memory (see `written_shape`). Tiles that are
-            not written have up to 2^28 elements, which is enough work to hide kernel launches, and at most 16384 rows.
+        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None means that a tile that is
+            written to memory takes at most 144 MiB in `precision` (see `written_shape`), and that a tile that is not
+            written has at most 16384 rows and 2^28 elements, which is enough work to hide kernel launches.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -195,9 +195,9 @@ class Tile:
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
     """Return the number of rows and columns of a tile of weights.
 
-    The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows that all
-    multiprocessors compute at once. The sides of a tile are multiples of a wave, so that no multiprocessor is idle at
-    the end of the product. If a block has few rows, its tiles have more columns.
+    The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows of the product
+    that all multiprocessors compute at once. The sides of a tile are multiples of a wave, so that no multiprocessor is
+    idle at the end of a product. If a block has few rows, its tiles have more columns.
 
     Args:
         n: Number of rows of the block.

@@ -1,10 +1,10 @@
 """The Triton kernels and their block sizes.
 
-There is one kernel for each operation on a tile. Each multiplies matrices and then applies an
-epilogue. Kernels for sums write nothing as large as the tile. Kernels for weights
-write each tile of weights once. The tile is then an operand of ordinary torch matrix multiplications (docs/losses.md
-section 3). Exponentials are computed as powers of two, for which the hardware has an instruction. There are no atomics,
-so equal block sizes give bitwise equal results. In this package, only triton_tiles.py imports this file.
+There is one kernel for each operation on a tile. Each multiplies the rows by the columns and then applies an epilogue
+to the product. Kernels for sums write nothing as large as the tile. Kernels for weights write each tile of weights
+once, for use in ordinary torch matrix multiplications (docs/losses.md section 3). Exponentials are computed as powers
+of two, for which the hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal
+results. In this package, only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is the part of a tile that one program computes
@@ -83,10 +83,11 @@ def force(config: triton.Config | None) -> None:
 def worth_timing(
     configs: Sequence[triton.Config], args: dict[str, Any], **options: Any
 ) -> list[triton.Config]:
-    """Return the configurations to time for these arguments. For small tiles, this is only the first one.
+    """Return the configurations to time for these arguments. A single one is used without timing.
 
-    For other tiles, it is the first one and one more: the first persistent one, or the second one if none is
-    persistent. If the environment variable DISCO_TUNE is "full", all configurations are timed, which takes longer.
+    For small tiles, only the first configuration is returned. For large tiles, a second one is added: the first
+    persistent one or, if none is persistent, the second in the list. If the environment variable DISCO_TUNE is "full",
+    all configurations are returned, whose timing takes longer.
 
     args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
     """

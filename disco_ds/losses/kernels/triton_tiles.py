@@ -2,10 +2,9 @@
 
 torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-The block sizes of a kernel are chosen by timing two configurations, or all with DISCO_TUNE=full, once for each size
-class of large tiles. Two processes may choose
-different sizes, so their results may differ by rounding. Under torch.use_deterministic_algorithms, nothing is timed and
-the block sizes are fixed.
+For large tiles, the block sizes of a kernel are chosen by timing two configurations (all of them with DISCO_TUNE=full),
+once for each size class. Two processes may choose different block sizes, so their results may differ by rounding. Under
+torch.use_deterministic_algorithms, nothing is timed and the block sizes are fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
 (tests/losses/kernels/test_tiles.py), and compiled for the A100 and newer GPUs
@@ -111,7 +110,7 @@ def sigmoid_weights(
 
 
 def try_out(device: torch.device, precision: Precision) -> None:
-    """Run two kernels on a small tile.
+    """Run two kernels on a small tile, to find out whether Triton works on this device.
 
     Raises:
         Exception: Any error of Triton, its C compiler or the driver.
@@ -129,7 +128,7 @@ def try_out(device: torch.device, precision: Precision) -> None:
 def _launch(
     kernel: Any, tile: Tile, *rest: Any, persistent: bool = False, **options: Any
 ) -> tuple[int, int]:
-    """Run a kernel on every block of a tile; `persistent` permits configurations with one program per multiprocessor.
+    """Run a kernel on every block of a tile. `persistent` permits configurations with one program per multiprocessor.
 
     Returns:
         The number of row blocks and the number of column blocks.
@@ -178,7 +177,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key that is equal for tiles that share a configuration, or 0 to use the first one without timing."""
+    """Return a key that is equal for tiles that share a configuration; 0: use the first one without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()

@@ -44,7 +44,7 @@ class Attention(nn.Module):
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     causal: bool
-    """If True, a mask is always the causal mask, in which a token attends to itself and to earlier tokens only."""
+    """If True, any mask that forward gets is the causal mask: a token attends only to itself and to earlier tokens."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(*shape, *heads)
         if packing is not None:
             return self.out_proj(sequence_attention(qkv, 0, True, *packing))
-        # A block that both towers share gets no mask for images.
+        # In a block that both towers share, images come without a mask, so their attention is not causal.
         causal = self.causal and mask is not None
         if causal:
             mask = None
@@ -120,9 +120,9 @@ def sequence_attention(
         qkv: [T, 3, H, D].
         length: Number of rows of each sequence, at most MAX_ROWS; 0 for packed texts.
         causal: Whether a token attends only to itself and to earlier tokens. Packed texts are always causal.
-        groups: See Packing. None: sequences of equal length.
-        tiles: See Packing. The Triton kernel takes no text that is longer than MAX_ROWS.
-        segments: See Packing.
+        groups: Packing.groups; None for sequences of equal length.
+        tiles: Packing.tiles. The Triton kernel takes no text that is longer than MAX_ROWS.
+        segments: Packing.segments.
 
     Returns:
         [T, C].

@@ -1,8 +1,8 @@
 """Compile the towers of a model, block by block if their blocks are known.
 
 A residual block is compiled once, and all blocks of a tower share the code, so compiling takes seconds. Activation
-checkpointing wraps the compiled blocks, so it restores the random generators before their second forward, as it does
-for eager blocks.
+checkpointing wraps the compiled blocks. As for eager blocks, it therefore restores the states of the random number
+generators before it repeats the forward of a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from disco_ds.models.fast.blocks import Block
 OPTIONS = {"fallback_random": True}
 """Draw random numbers from torch's generators, whose states GradAccum and activation checkpointing restore.
 
-Since torch 2.13, dropout in a compiled kernel may also be wrong on CUDA (pytorch issue 198333).
+Without this option, dropout in compiled kernels may also be wrong on CUDA since torch 2.13 (pytorch issue 198333).
 """
 
 

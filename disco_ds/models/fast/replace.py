@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_parts(model: Any) -> None:
-    """Replace the blocks, the patch embedding and the text tower of a model with faster versions, if they exist.
+    """Replace the blocks, the patch embedding and the text tower of a model with faster versions, where these exist.
 
     The function that the model computes, its parameters and their names stay the same. Modules without a faster version
     are not changed, such as attention with scaled cosines, head scales or dropout.
@@ -46,7 +46,7 @@ def replace_parts(model: Any) -> None:
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
-    if type(text) is TextTransformer and can_pack(text) and packs(text):
+    if type(text) is TextTransformer and packs(text):
         model.text = _adopt(PackedText, text)
     elif type(text) is HFTextEncoder:
         model.text = _adopt(CutText, text)
@@ -57,8 +57,8 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
 
     Args:
         model: The model.
-        device: The device that it will run on.
-        is_half: Whether it computes with 16-bit values.
+        device: The device that the model will run on.
+        is_half: Whether the model computes with 16-bit values.
     """
     text = getattr(model, "text", model)
     found = []

@@ -1,9 +1,10 @@
 """Text towers that do not compute padding.
 
-In a causal tower whose feature is the token at the end of the text, the tokens after it change neither the feature nor
-the gradients. So the other tokens of all texts of a micro-batch are packed into one tensor [T, C]. All layers except
-attention work on single tokens; the attention of packed texts is in attention.py. Hugging Face towers mask padding, so
-their texts are cut to the length of the longest one. Towers that attend to padding, such as SigLIP's, are not changed.
+In a causal tower that takes the feature of a text at its end token, the tokens after the end token change neither the
+feature nor the gradients. So only the tokens up to the end token are packed, for all texts of a micro-batch, into one
+tensor [T, C]. All layers except attention work on single tokens; attention.py has the attention of packed texts.
+Hugging Face towers mask padding, so their texts are cut to the length of the longest one. Towers that attend to
+padding, such as SigLIP's, are not changed.
 """
 
 # m texts of L tokens with padding; T tokens without it; C is the width of the tower.
@@ -27,14 +28,17 @@ from disco_ds.models.fast.blocks import Block
 
 CPU = torch.device("cpu")
 CountTokens = Callable[[Tensor], np.ndarray]
-"""Returns how many tokens of each text a tower needs, [m], for texts [m, L]. If these are on a GPU, the host waits."""
+"""Function that maps texts [m, L] to the number of tokens that a tower needs of each text, [m].
+
+If the texts are on a GPU, the host waits for the result.
+"""
 
 
 class PackedText(TextTransformer):
     """open_clip's causal text tower, run on packed tokens."""
 
     def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
-        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
         return (
             encode_packed(self, text, lengths) if runs_packed(self, text) else super().forward(text)
         )
@@ -44,7 +48,7 @@ class CutText(HFTextEncoder):
     """open_clip's wrapper of a Hugging Face text tower, run on texts that are cut to the length of the longest one."""
 
     def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
-        """Return the features of texts [m, L]. `lengths` is what the function from `find_counter` returns."""
+        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
         if lengths is None:
             lengths = _count_to_last(x != self.config.pad_token_id)
         # Round up to a multiple of 8, so that torch.compile and the allocator see only a few lengths.
@@ -56,7 +60,7 @@ def find_counter(
 ) -> CountTokens | None:
     """Return a function that counts the tokens that the model's text tower needs.
 
-    Return None if it needs all of them on this device, or if the model has two views of each image and no text.
+    Return None if the tower needs all tokens on this device, or if the model takes two views of each image and no text.
     """
     if getattr(model, "two_views", False):
         return None
@@ -72,7 +76,7 @@ def find_counter(
 
 
 def packs(tower: Any) -> bool:
-    """Return whether `encode_packed` can run this text tower, or this CLIP that contains the parts of one."""
+    """Return whether `encode_packed` can run this text tower, or open_clip's CLIP, which contains the tower's parts."""
     if not can_pack(tower):
         return False
     return all(isinstance(block, Block) for block in tower.transformer.resblocks)
@@ -87,9 +91,9 @@ def runs_packed(tower: Any, text: Tensor) -> bool:
 
 
 def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: bool) -> bool:
-    """Return whether a tower runs on packed tokens of texts of up to `num_tokens`.
+    """Return whether a tower runs on packed tokens, for texts of up to `num_tokens` tokens.
 
-    On a GPU, only the Triton kernels make it worth it. They take 16-bit values, short texts and narrow heads.
+    On a GPU, packing saves time only with the Triton kernels, which take 16-bit values, short texts and narrow heads.
     """
     if device.type != "cuda":
         return True
@@ -99,7 +103,7 @@ def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: boo
 
 
 def can_pack(tower: Any) -> bool:
-    """Return whether tokens after the pooled one have no effect in this open_clip tower."""
+    """Return True if the tokens after the one whose feature is used have no effect in this open_clip tower."""
     pooled = _read_pooling(tower)[0] in ("argmax", "eos")
     return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
 
@@ -107,7 +111,7 @@ def can_pack(tower: Any) -> bool:
 def is_causal(tower: Any) -> bool:
     """Return whether this open_clip tower uses the causal mask, and no mask for padding.
 
-    A subclass may have another mask.
+    Other classes, also subclasses of open_clip's towers, count as not causal, because their mask may be another one.
     """
     if type(tower) not in (open_clip.CLIP, TextTransformer, PackedText):
         return False
@@ -134,7 +138,8 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
     Args:
         tower: A tower for which `packs` is true.
         text: The tokens.
-        lengths: What the function from `find_counter` returns. None: it is called, and the host waits for the device.
+        lengths: [m], the result of the function from `find_counter`. None: call that function here, for which the host
+            waits.
     """
     if lengths is None:
         count = find_counter(tower)
@@ -159,15 +164,15 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
 def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
 
-    One-token texts at the start, which nothing reads, round up T, so that the allocator sees only a few sizes.
+    Unused texts of one token at the start round T up to a multiple of m / 4, so that the allocator sees few sizes.
 
     Args:
         text: [m, L] tokens.
         lengths: [m], the number of tokens of each text.
 
     Returns:
-        The tokens and their positions in the text, [T]; the row of the last token of each text, [m]; and the positions
-        of the texts in the packed tensor.
+        The tokens, [T]; their positions within their texts, [T]; the row of the last token of each text, [m]; and the
+        positions of the texts in the packed tensor.
     """
     m = len(lengths)
     unit = max(m // 4, 1)
@@ -179,10 +184,9 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
     last = np.empty(m, np.int64)
     last[order] = end[num_spare:] - 1
     tiles = _tile(end)
-    # The first group is empty, because torch.compile compiles a dimension of size 1 separately.
-    # One dimension, because torch.compile assumes that sizes which are equal in the first batch always are.
+    # Flattened, because torch.compile assumes that two sizes that are equal in the first batch are always equal.
     groups = torch.from_numpy(np.stack(np.unique(length, return_counts=True), 1).flatten())
-    # One copy, from pinned memory on a GPU.
+    # Send all integers to the device in one copy, to a GPU from pinned memory.
     ints = torch.from_numpy(np.concatenate([owner, length, end, last, tiles]))
     ints = (ints.pin_memory() if text.is_cuda else ints).to(text.device, non_blocking=True)
     n = len(length)

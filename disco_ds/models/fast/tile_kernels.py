@@ -80,7 +80,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write softmax(q k' scale) v. WIDTH is D rounded up to a power of two, at least 16."""
+    """Write softmax(scale q k^T) v. WIDTH is D rounded up to a power of two, at least 16."""
     head = tl.program_id(1)
     rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
     columns = tl.arange(0, WIDTH)
