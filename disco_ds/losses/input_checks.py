@@ -64,8 +64,8 @@ def check_alike(
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    shapes = [len(teacher), *(sum(t.image.shape[k] for t in teacher) for k in (0, 1))]
-    numbers = torch.tensor([*mine, *shapes, group_id is not None], device=image.device)
+    teachers = hash(tuple((t.image.shape, t.text.shape) for t in teacher)) % 2**31
+    numbers = torch.tensor([*mine, teachers, group_id is not None], device=image.device)
     learned = [scale, torch.zeros(1) if bias is None else bias]
     learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
     values = torch.cat([numbers.double(), *learned])

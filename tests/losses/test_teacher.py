@@ -203,16 +203,17 @@ def test_tiles_are_those_of_the_student(name: str, monkeypatch: pytest.MonkeyPat
 def differing_teachers(kind: str) -> str:
     """What a drop-in loss says on each rank if rank 1 passes another teacher."""
     rows = unit_rows(8, 16, comm.rank(), torch.float32)
-    teachers = make_teachers(8, (16,), torch.float32)
+    teachers = make_teachers(8, (16, 24), torch.float32)
     if comm.rank() == 1:
-        wide = make_teachers(8, (24,), torch.float32)
-        teachers = {"none": [], "two": teachers * 2, "wide": wide}[kind]
+        wide = make_teachers(8, (16, 32), torch.float32)
+        others = {"none": [], "one": teachers[:1], "wide": wide, "swapped": teachers[::-1]}
+        teachers = others[kind]
     with pytest.raises(ValueError, match="different numbers of teachers") as caught:
         ClipLoss(teacher_weight=0.5)(rows, rows, torch.tensor(14.3), teacher=teachers)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["none", "two", "wide"])
+@pytest.mark.parametrize("kind", ["none", "one", "wide", "swapped"])
 def test_teachers_that_differ_between_ranks_are_refused_on_all_of_them(kind: str) -> None:
     said = run_ranks(differing_teachers, 2, kind)
     assert len(set(said)) == 1
