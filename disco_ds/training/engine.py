@@ -44,8 +44,8 @@ is optional. Repeated calls with the same micro-batch return the same values."""
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
-    The augmentation depends only on (seed, epoch, sample id), or on what is stored with the sample, so both forwards of
-    a micro-batch get equal inputs.
+    The augmentation depends only on (seed, epoch, sample id), or, if a teacher's embeddings are stored with the samples,
+    on numbers stored with these embeddings. So both forwards of a micro-batch get equal inputs.
     """
     drawn = batch.epoch, batch.index, config.seed
     if batch.stored is not None:
@@ -60,7 +60,7 @@ class SpikeError(Exception):
     """The batch is skipped because of a spike. Raised on every rank, before anything has been updated.
 
     Args:
-        norm: The norm of the gradient, if this is the value that is too high.
+        norm: The norm of the gradient if the norm is too high; None if the loss is too high.
     """
 
     def __init__(self, norm: float | None = None):
@@ -175,9 +175,14 @@ def build_custom(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that optim.factory names.
 
+    Args:
+        factory: Import path of the function that builds the optimizer.
+        groups: Parameter groups, the argument of that function.
+        elementwise: optim.elementwise, without which the optimizer is used only at ZeRO 0.
+
     Raises:
-        ValueError: If the factory cannot be imported, does not return a torch optimizer for these groups, or returns
-            one that is not elementwise under ZeRO although `elementwise` says so.
+        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups, or if
+            `elementwise` is True and the optimizer is torch's Adagrad, which DeepSpeed handles incorrectly.
     """
     optimizer = load_custom(factory)(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -256,7 +261,7 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
 def backward_and_step(
     engine: Engine, surrogates: Iterable[Tensor], max_norm: float | None = None
 ) -> Tensor | None:
-    """Call engine.backward and engine.step for the surrogate loss of each micro-batch, at any ZeRO stage.
+    """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
 
     Args:
         engine: The engine.

@@ -74,7 +74,7 @@ def train(run: Run) -> None:
             save(run, step)
         if run.interrupts.stop and step < num_steps:
             raise AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
-        # The batch may have been skipped. The next batch then takes its place.
+        # If the batch was skipped, `step` has not changed, and the next batch is used for the same step.
         if trained and step < last_step and is_due(run, step, run.config.eval):
             try:
                 evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
@@ -83,7 +83,7 @@ def train(run: Run) -> None:
 
 
 def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
-    """Train one step. If its batch must be skipped, return None. Save the progress before an error. Collective.
+    """Train one step. Return None if its batch was skipped. If the run must stop, save first. Collective.
 
     Args:
         run: The run.
@@ -156,14 +156,14 @@ def save_without(run: Run, step: int) -> str:
     """Save the progress made before a failed step. A resumed run reads the batch of that step again. Collective.
 
     Returns:
-        See Saver.save_before_error.
+        A clause for the error message that reports whether the progress was saved.
     """
     run.loader.drop_step()
     return run.saver.save_before_error(step)
 
 
 def save(run: Run, step: int) -> None:
-    """Save a checkpoint after this step, as described in Saver.save. Collective."""
+    """Save a checkpoint after this step, in the background unless training ends here. Collective."""
     run.interrupts.saved()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()

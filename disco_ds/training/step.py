@@ -67,6 +67,9 @@ class StepOutput:
 def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> StepOutput:
     """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
 
+    The errors listed below are raised on every rank. After any error, the model, the optimizer and the random
+    generators are the same as before the step.
+
     Args:
         run: The run. Its loader reads the micro-batches.
         step: Number of completed steps.
@@ -74,8 +77,10 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> St
         is_logged: Whether the phases are measured.
 
     Raises:
-        StopError, DataStopError, FloatingPointError, SpikeError: On every rank, see `agree` and backward_and_step.
-            After any error, the model, the optimizer and the random generators are the same as before the step.
+        StopError: If the ranks are at different steps, or if captions with different tokens have equal features.
+        DataStopError: If a rank could not read its data.
+        FloatingPointError: If the loss or the gradient is not finite, except if fp16's loss scaler skips the step.
+        SpikeError: If the batch must be skipped because its loss or gradient norm is a spike.
     """
     engine, config = run.engine, run.config
     timer = run.metrics.phases.timer(sampled=is_logged)
@@ -130,7 +135,8 @@ def train_step(
         max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
 
     Raises:
-        FloatingPointError: See backward_and_step.
+        FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
+            Nothing is updated.
     """
     towers = EngineTowers(engine, prepare)
     before = Snapshot(engine.module)
