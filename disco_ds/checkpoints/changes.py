@@ -29,8 +29,8 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
-        saved: Identity that the checkpoint contains, see checkpoint.identity.
-        now: Identity of this run, see checkpoint.identity.
+        saved: What checkpoint.identity returned when the checkpoint was saved.
+        now: What checkpoint.identity returns for this run.
         allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:

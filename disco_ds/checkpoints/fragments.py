@@ -42,7 +42,8 @@ def find_parts(saved: Saved) -> dict[str, list[Fragment]]:
     """Return the fragments of each trained parameter, in rank order.
 
     Raises:
-        ValueError: If the fragments of this checkpoint cannot be found.
+        DamagedError: If a file has changed since it was written, or cannot be read.
+        ValueError: If the checkpoint was saved with round_robin_gradients.
     """
     shape = saved.meta["shape"]
     refuse_round_robin(shape["zero_optimization"])

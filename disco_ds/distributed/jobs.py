@@ -1,7 +1,7 @@
-"""Jobs: long work, such as writing files, that each rank runs in a thread and all ranks wait for together.
+"""Jobs: long work, such as writing files, that every rank does in a thread. The main threads wait for all ranks' jobs.
 
-A collective times out if one rank reaches it much later than the others. Long work therefore runs in
-a thread, and meanwhile the ranks call a short collective every few seconds until every job is done.
+A collective times out if one rank reaches it much later than the others. Therefore the main threads do not
+do the work themselves, but call a short collective every few seconds until every job is done.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Run:
     skipped_in_a_row: int = 0
     """Number of batches skipped since the last successful step because the loss or the gradient was not finite."""
     overflows: list[float] = field(default_factory=list)
-    """The fp16 loss scale after each step since the last applied update. All of these steps were skipped (overflow)."""
+    """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed steps.

@@ -44,7 +44,7 @@ is optional. Repeated calls with the same micro-batch return the same values."""
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
-    The augmentation depends only on (seed, epoch, sample id), or, if a teacher's embeddings are stored with the samples,
+    The augmentation depends only on (seed, epoch, sample id) or, if a teacher's embeddings are stored with the samples,
     on numbers stored with these embeddings. So both forwards of a micro-batch get equal inputs.
     """
     drawn = batch.epoch, batch.index, config.seed
