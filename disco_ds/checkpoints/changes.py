@@ -82,7 +82,7 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two identities: dotted name -> (old value, new value).
 
-    A missing setting counts as null.
+    If a setting is missing from an identity, its value there counts as None.
     """
     # JSON turns the tuples of `now` into lists, as in the checkpoint.
     old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))

@@ -5,8 +5,8 @@ of a checkpoint.
 
     checkpoints/step-00000100/            complete; it was given this name after all files had been written
     checkpoints/.step-00000200.partial/   is being written or removed, or was left behind by a crash
-    checkpoints/set-aside-step-00000300/  not used anymore, because the run was resumed from an earlier
-                                          checkpoint: never resumed, counted or removed
+    checkpoints/set-aside-step-00000300/  replaced: the run was resumed from an earlier checkpoint, or saved this
+                                          step again. It is never resumed, counted or removed
 """
 
 from __future__ import annotations

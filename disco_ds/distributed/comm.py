@@ -30,7 +30,7 @@ Group = Any
 """A process group of deepspeed.comm; None means all ranks."""
 Result = TypeVar("Result")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Names of dtypes in settings."""
+"""Maps the name of a dtype in the settings to the dtype."""
 
 
 _next_port: int | None = None
@@ -177,7 +177,7 @@ def barrier() -> None:
 
 
 def open_store(timeout_s: float) -> Any:
-    """Open another connection to the rendezvous store (torch's TCPStore), for use in one thread."""
+    """Open a new connection to the rendezvous store (torch's TCPStore). Only one thread may use a connection."""
     return torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -182,7 +182,7 @@ def build(
     uploads: Uploads | None = None,
     interrupts: Interrupts | None = None,
 ) -> Run:
-    """Build a run that starts at its first step or at a checkpoint and ends with the current stage. Collective.
+    """Build a new run, or one that resumes from a checkpoint. It ends with the current stage. Collective.
 
     The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine. The checkpoint is chosen
     before the model and the loader are built, because the weights and the position in the data come from it. A new run
@@ -313,7 +313,11 @@ def build(
 
 
 def check_settings(config: Config) -> None:
-    """Find mistakes in the settings of any stage, and missing packages, before anything is loaded. Collective."""
+    """Check the settings of every stage and the packages that they need, before anything is loaded. Collective.
+
+    Raises:
+        ValueError: On every rank, if there is a mistake in the settings or a package is missing.
+    """
     for each in config.stage_configs:
         # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
         # of the run folder, which does not exist yet.
@@ -410,7 +414,7 @@ def check_without_data(config: Config) -> None:
 
 
 def check_image_sizes(config: Config) -> None:
-    """Check that the models of all stages differ at most in the size of the position embedding, which is resized.
+    """Check that the models of all stages differ only in the size of the position embedding, which can be resized.
 
     Raises:
         ValueError: If a stage sets an image size that the model or the ds_config does not support.
@@ -515,7 +519,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:
-    """Compile the towers if model.compile=auto and every rank can. Collective: every rank must call this.
+    """If model.compile=auto, compile the towers, unless a rank cannot. Collective: every rank must call this.
 
     Returns:
         A phrase for the log: whether the towers are compiled and, if not, why.

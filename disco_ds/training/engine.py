@@ -290,8 +290,8 @@ def backward_and_step(
     def refuse(norm: Tensor) -> bool:
         nonlocal refused, agreed
         if max_norm is not None:
-            # The norm may differ slightly between ranks, which sum it in different orders, so all of them compare the
-            # maximum. With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
+            # Ranks sum the norm in different orders, so their values may differ slightly. All compare the largest one.
+            # With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
             agreed = comm.all_reduce_max(norm.to(comm.local_device())).item()
             refused = math.isfinite(agreed) and agreed > max_norm
         return refused

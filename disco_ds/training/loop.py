@@ -43,7 +43,8 @@ def train(run: Run) -> None:
     """Train from the step at which the run starts or resumes to the last step of the current stage. Collective.
 
     Raises:
-        StopError: If data cannot be read, or the ranks are at different steps.
+        StopError: If data cannot be read, if the ranks are at different steps, or if captions with different tokens
+            have equal features.
         FloatingPointError: If the loss or the gradient is not finite in too many batches in a row.
         AskedToStopError: If a signal requested a stop. A checkpoint has been saved by then.
         comm.AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
@@ -135,7 +136,7 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
     """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
 
     Args:
-        scales: The loss scale after each of the latest consecutive steps whose updates were skipped.
+        scales: The loss scale after each step since the last applied update, see Run.overflows.
         step: Number of completed steps.
         schedule: Length of the run.
 

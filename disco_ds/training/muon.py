@@ -34,7 +34,7 @@ MAX_BATCH = 2**25
 
 
 class Part(NamedTuple):
-    """The part of a matrix that this rank holds. It has 0 elements if another rank holds the whole matrix."""
+    """The part of a matrix that this rank holds. It has 0 elements if only other ranks hold the matrix."""
 
     weight: Tensor
     """[numel], a view of the weight."""
@@ -131,7 +131,7 @@ class Muon(torch.optim.AdamW):
         held = [number for number, part in enumerate(parts) if part.weight.numel()]
         if not held:
             return
-        # Filters of a convolution are a matrix [out, in x h x w].
+        # The filters of a convolution, [out, in, h, w], count as a matrix [out, in x h x w].
         matrices = whole[held].view(len(held), shape[0], -1)
         directions = orthogonalize(matrices, self.dtype).flatten(1)
         mine = [parts[number] for number in held]

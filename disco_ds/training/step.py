@@ -180,7 +180,7 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
     equal_texts: Tensor | float = 0.0
-    if data.text and data.error is None:  # placeholders have no text
+    if data.text and data.error is None:  # after an error, the batch may be a placeholder without texts
         equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
     worst = comm.largest_of(
         {
@@ -212,7 +212,8 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
 def refuse_different_steps(step: int) -> None:
     """Raise StopError with the step of each rank. Collective.
 
-    A rank has skipped a collective, so its next collectives were matched with the wrong collectives of other ranks.
+    If the steps differ, a rank has skipped a collective, and its next collectives were matched with different ones of
+    the other ranks.
     """
     places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
     raise StopError(
