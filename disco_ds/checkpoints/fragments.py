@@ -157,18 +157,16 @@ def join(parts: dict[str, list[Fragment]], name: str) -> States:
     joined = dict(fragments[0].states)
     for key, value in joined.items():
         if is_flat(value):
-            flat = [part.states[key].reshape(-1) for part in fragments]
-            if any(
-                len(x) < part.start + part.numel for x, part in zip(flat, fragments, strict=True)
-            ):
+            pieces = [
+                part.states[key].reshape(-1)[part.start : part.start + part.numel]
+                for part in fragments
+            ]
+            joined[key] = torch.cat(pieces).float()
+            if len(joined[key]) != sum(part.numel for part in fragments):
                 raise ValueError(
                     f"the optimizer's state {key} of {name} does not have one number per element, so the run can "
                     "only be resumed with the same number of ranks, ZeRO stage, precision and image size"
                 )
-            pieces = [
-                x.narrow(0, part.start, part.numel) for x, part in zip(flat, fragments, strict=True)
-            ]
-            joined[key] = torch.cat(pieces).float()
     return joined
 
 

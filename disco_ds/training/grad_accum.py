@@ -171,9 +171,8 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
 
 def _join_teacher(parts: Sequence[Teacher]) -> Teacher:
     """Concatenate a teacher's features of all micro-batches. Its scale and bias are constants."""
-    image, text = (
-        torch.cat(side) for side in zip(*((t.image, t.text) for t in parts), strict=True)
-    )
+    image = torch.cat([part.image for part in parts])
+    text = torch.cat([part.text for part in parts])
     return replace(parts[0], image=image, text=text)
 
 

@@ -180,7 +180,8 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
     equal_texts: Tensor | float = 0.0
-    if data.text and data.error is None:  # after an error, the batch may be a placeholder without texts
+    # After an error, the rest of the batch consists of placeholders without texts.
+    if data.text and data.error is None:
         equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
     worst = comm.largest_of(
         {
