@@ -29,8 +29,8 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
-        saved: What checkpoint.identity returned when the checkpoint was saved.
-        now: What checkpoint.identity returns for this run.
+        saved: Settings in the checkpoint, see checkpoint.identity.
+        now: The same settings of this run.
         allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:

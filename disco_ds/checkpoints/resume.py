@@ -118,8 +118,8 @@ def log_changes(
     Args:
         saved: The checkpoint.
         num_steps: Length of this run in steps.
-        identity: The values that this run returns from checkpoint.identity for the checkpoint's stage.
-        shape: What checkpoint.shape returns for this run.
+        identity: This run's settings in the stage in which the checkpoint was saved, see checkpoint.identity.
+        shape: This run's checkpoint.shape.
     """
     if comm.rank() != 0:
         return

@@ -196,7 +196,7 @@ def build(
         unattended: Whether to fall back to an older checkpoint if the newest is damaged. resume="auto" implies it.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
         uploads: Uploads that the previous stage left unfinished.
-        interrupts: Requests to save or to stop, passed on from the previous stage. None for the first stage.
+        interrupts: Requests to save or to stop, shared by all stages of the run. None: there are no requests yet.
 
     Raises:
         ValueError: On every rank, if there is a mistake in the settings or the data.
