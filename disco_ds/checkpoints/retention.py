@@ -192,4 +192,4 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         # On NFS, a file that is still open on another host cannot be removed.
-        warn_once(f"{path} is not wholly removed; the next save tries again to remove the rest")
+        warn_once(f"{path} is not completely removed; the next save tries again to remove the rest")

@@ -63,8 +63,13 @@ def run(
 ) -> Result:
     """Call `work`, which may take long and must not communicate, on every rank. Collective.
 
+    Args:
+        what: Name of the job in the log. Error messages start with it.
+        work: The function to call.
+        agreed: Type of the error that all ranks raise.
+
     Raises:
-        AgreedError: On every rank, if `work` fails on any rank. Pass `agreed` to raise another class of error.
+        AgreedError: On every rank, if `work` fails on any rank.
     """
     job = start(work)
     wait_for_all(job, what)

@@ -60,16 +60,17 @@ def contrastive_step(
 ) -> LossOutput:
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
 
-    Under a DeepSpeed engine this also updates the parameters, because ZeRO needs an engine.step()
-    after each micro-batch. Otherwise, the gradients, averaged over ranks, are left in the .grad of the
-    parameters. The loop must then clip them, if needed, and step its optimizer.
+    Under a DeepSpeed engine, this function also updates the parameters, because ZeRO needs an
+    engine.step() after each micro-batch. Otherwise, it leaves the gradients, averaged over ranks, in the
+    .grad of the parameters. The loop must then clip them, if needed, and step its optimizer.
 
     Args:
         model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
             fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
         batch: This rank's b samples: a tensor [b, ...], or a mapping, dataclass, tuple or list of such tensors, which
-            may be nested. With micro_batches=1, the batch is not split and may be anything.
+            may be nested. In a micro-batch, mappings are dicts. With micro_batches=1, the batch is not split and
+            may be anything.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
             sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.

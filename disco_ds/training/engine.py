@@ -263,6 +263,10 @@ def backward_and_step(
 ) -> Tensor | None:
     """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
 
+    Both errors are raised on every rank, and leave the weights, optimizer, loss scaler and counters as they were before
+    the step. There is one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in their
+    parameter groups then includes this step.
+
     Args:
         engine: The engine.
         surrogates: Yields one 0-d surrogate loss per micro-batch, gradient_accumulation_steps in all.
@@ -274,11 +278,9 @@ def backward_and_step(
         ranks return the same value.
 
     Raises:
-        FloatingPointError: On every rank, if the gradient is not finite. It is not raised if a loss
-            scaler has skipped the step and can still lower its scale.
-        SpikeError: On every rank, if the norm is above max_norm. After either error, the weights, optimizer,
-            loss scaler and counters are the same as before the step. Only the step count that LAMB and
-            some other optimizers keep in their parameter groups may differ: at ZeRO 0, it includes this step.
+        FloatingPointError: If the gradient is not finite. It is not raised if a loss scaler has skipped the step and
+            can still lower its scale.
+        SpikeError: If the norm is above max_norm.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
