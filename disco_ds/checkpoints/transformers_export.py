@@ -128,7 +128,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
 
 @torch.no_grad()
 def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
-    """Check that images and texts get the same features and scores when transformers prepares them.
+    """Check that features and scores stay the same if transformers prepares the images and texts.
 
     The image processor, the tokenizer and the pipeline are called as a user would call them, and all of their outputs
     are passed to the model.

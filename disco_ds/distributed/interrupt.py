@@ -35,7 +35,7 @@ class Interrupts:
     def __init__(self, save_every_s: float = 0.0) -> None:
         self.save_every_s = save_every_s
         self.since = time.monotonic()
-        """When the last save began."""
+        """When the last save began; before the first save, when the timer was started."""
         self.asked: str | None = None
         """Name of the last signal that this rank has received, or None."""
         self.save = False

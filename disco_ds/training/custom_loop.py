@@ -36,10 +36,8 @@ from disco_ds.training.micro_batches import DIVIDES, split
 
 ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""Maximum distance between a feature row of the first forward and the same row of the repeated forward.
-
-The distance is divided by the norm of the row in the first forward. With 16-bit kernels, distances of 0.01 occur.
-"""
+"""Maximum of |again - first| / |first|, where `first` is a feature row from the first forward and `again` is the same
+row from the repeated forward. With 16-bit kernels, values of 0.01 occur."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -166,7 +164,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
 
 
 def refuse_batch_statistics(model: torch.nn.Module) -> None:
-    """Refuse layers that update buffers in forward. The repeated forward would update them a second time.
+    """Refuse normalization layers that update running statistics. The repeated forward would update them again.
 
     Raises:
         ValueError: If there is such a layer.
