@@ -133,8 +133,6 @@ class Saver:
             A clause for the error message that reports whether the progress was saved.
         """
         try:
-            with self._waiting(step):
-                self._finish(last=True)
             self.save(step, last=True)
         except comm.AgreedError as error:
             return f"step {step:,} could not be saved: {error}"
