@@ -1,12 +1,13 @@
-"""A save in the background: copy the state to host memory, then write, hash and flush it while training continues.
+"""Save in the background: copy the state to host memory, then write, hash and flush it while training continues.
 
-A training step waits only for the copy, and for the previous save if that is still in progress (saver.py). The
-writer can be a thread rather than a process, because torch.save and hashlib release Python's global interpreter
-lock for everything but the small pickles. A thread ends with its rank and needs no shared memory. The writer never
-communicates with other ranks. Flags that the ranks exchange at every step (`agree` in training/loop.py) show when
-all writers are done. Then the main threads exchange sizes and checksums, and a thread of rank 0 renames the folder and
-removes old checkpoints. Checksums are exchanged by a collective and not through files, because on NFS a
-new file may become visible to other hosts late.
+Training waits only for the copy, and for the previous save if that is still in progress (saver.py). Each rank writes
+its files in a thread. A thread is enough, because torch.save and hashlib release Python's global interpreter lock for
+everything but the small pickles. Unlike a process, a thread ends with its rank and needs no shared memory.
+
+The threads never communicate with other ranks. Flags that the ranks exchange at every step (`agree` in
+training/step.py) show when all threads are done. Then the main threads exchange sizes and checksums, and a thread of
+rank 0 renames the folder and removes old checkpoints. The checksums are exchanged by a collective and not through
+files, because on NFS a new file may become visible to other hosts late.
 
 Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
 process through /dev/shm, and hangs or silently loses saves if this transfer fails. DeepSpeed's fast checkpoint
@@ -84,9 +85,9 @@ class Save:
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
     job: Future[Any] = field(default_factory=Future)
-    """The work of this rank's thread: writing the files, and then on rank 0 completing the checkpoint."""
+    """The latest job of this rank's thread: to write the files or, on rank 0 after that, to complete the checkpoint."""
     _completing: bool = False
-    """Whether rank 0's thread is completing the checkpoint. False while the ranks write their files."""
+    """Whether rank 0's thread has started to complete the checkpoint. False while the ranks write their files."""
 
     def start(self) -> None:
         """Start writing this rank's files, or start again after a failure."""

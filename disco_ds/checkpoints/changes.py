@@ -29,8 +29,8 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
-        saved: Identity that the checkpoint contains, see checkpoint.identity.
-        now: Identity of this run, see checkpoint.identity.
+        saved: Settings in the checkpoint, see checkpoint.identity.
+        now: The same settings of this run.
         allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:
@@ -82,7 +82,7 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two identities: dotted name -> (old value, new value).
 
-    A missing setting counts as null.
+    If a setting is missing from an identity, its value there counts as None.
     """
     # JSON turns the tuples of `now` into lists, as in the checkpoint.
     old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))

@@ -1,9 +1,9 @@
-"""The content of a checkpoint: DeepSpeed's files, and the state of every rank that DeepSpeed does not save.
+"""The content of a checkpoint: DeepSpeed's files and, for each rank, a file with the state that DeepSpeed omits.
 
     checkpoints/step-00000100/
         checkpoint.json   step, settings, size and SHA-256 of each file; written last
         engine/           DeepSpeed's files: they contain pickled DeepSpeed classes, so loading them can run code
-        rank_00000.pt     one per rank: data cursor, RNG state and loss state; only tensors and plain values
+        rank_00000.pt     one per rank: data position, RNG state and loss state; only tensors and plain values
 
 A checkpoint is written under a temporary name and completed by one rename (background_save.py), so a
 folder called step-NNNNNNNN is complete. No file is parsed before its SHA-256 has been verified. This
@@ -186,12 +186,12 @@ class Saved:
         A state is read when the sequence is indexed, which may raise DamagedError.
 
         Args:
-            kind: Which state: "rng", "data" or "loss".
+            kind: "rng" for the random generators, "data" for the loader, or "loss" for the loss.
         """
         return RankStates(self, kind)
 
     def verify(self, names: Iterable[str]) -> None:
-        """Check these files against their recorded checksums, unless they have been checked before.
+        """Check these files against their recorded checksums. Files that have been checked before are skipped.
 
         Raises:
             DamagedError: If a file has changed or cannot be read.

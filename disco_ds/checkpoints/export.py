@@ -41,6 +41,7 @@ NOTE = """
 installed where the model is loaded, and imported first, as shown below. For the same reason, run clip_benchmark as
 `python -c "import {module}; from clip_benchmark.cli import main; main()"`.)
 """
+"""Paragraph of README.md about a model with an image tower of disco_ds."""
 CUSTOM = """
 The model is built by `{factory}`, which must be importable where the model is loaded:
 ```python

@@ -42,7 +42,8 @@ def find_parts(saved: Saved) -> dict[str, list[Fragment]]:
     """Return the fragments of each trained parameter, in rank order.
 
     Raises:
-        ValueError: If the fragments of this checkpoint cannot be found.
+        DamagedError: If a file has changed since it was written, or cannot be read.
+        ValueError: If the checkpoint was saved with round_robin_gradients.
     """
     shape = saved.meta["shape"]
     refuse_round_robin(shape["zero_optimization"])
@@ -156,18 +157,16 @@ def join(parts: dict[str, list[Fragment]], name: str) -> States:
     joined = dict(fragments[0].states)
     for key, value in joined.items():
         if is_flat(value):
-            flat = [part.states[key].reshape(-1) for part in fragments]
-            if any(
-                len(x) < part.start + part.numel for x, part in zip(flat, fragments, strict=True)
-            ):
+            pieces = [
+                part.states[key].reshape(-1)[part.start : part.start + part.numel]
+                for part in fragments
+            ]
+            joined[key] = torch.cat(pieces).float()
+            if len(joined[key]) != sum(part.numel for part in fragments):
                 raise ValueError(
                     f"the optimizer's state {key} of {name} does not have one number per element, so the run can "
                     "only be resumed with the same number of ranks, ZeRO stage, precision and image size"
                 )
-            pieces = [
-                x.narrow(0, part.start, part.numel) for x, part in zip(flat, fragments, strict=True)
-            ]
-            joined[key] = torch.cat(pieces).float()
     return joined
 
 

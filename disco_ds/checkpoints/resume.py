@@ -23,7 +23,10 @@ from disco_ds.models.param_groups import parameter_groups
 from disco_ds.runs.run_folder import find_newest, split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
-"""Keys of optimizer parameter groups that keep this run's values on resume. The learning rate is set at every step."""
+"""Keys of optimizer parameter groups whose values come from this run's settings on resume, not from the checkpoint.
+
+The learning rate is not listed, because it is set before every update.
+"""
 logger = logging.getLogger(__name__)
 
 
@@ -110,7 +113,14 @@ def set_newer_aside(saved: Saved) -> None:
 def log_changes(
     saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
 ) -> None:
-    """On rank 0, log changes of the settings, number of steps, number of ranks, ZeRO stage and precision."""
+    """On rank 0, log how this run differs from the checkpoint: settings, steps, ranks, ZeRO stage and precision.
+
+    Args:
+        saved: The checkpoint.
+        num_steps: Length of this run in steps.
+        identity: This run's settings in the stage in which the checkpoint was saved, see checkpoint.identity.
+        shape: This run's checkpoint.shape.
+    """
     if comm.rank() != 0:
         return
     changes = find_changes(

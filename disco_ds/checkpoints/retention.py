@@ -5,8 +5,8 @@ of a checkpoint.
 
     checkpoints/step-00000100/            complete; it was given this name after all files had been written
     checkpoints/.step-00000200.partial/   is being written or removed, or was left behind by a crash
-    checkpoints/set-aside-step-00000300/  not used anymore, because the run was resumed from an earlier
-                                          checkpoint: never resumed, counted or removed
+    checkpoints/set-aside-step-00000300/  replaced: the run was resumed from an earlier checkpoint, or saved this
+                                          step again. It is never resumed, counted or removed
 """
 
 from __future__ import annotations
@@ -192,4 +192,4 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         # On NFS, a file that is still open on another host cannot be removed.
-        warn_once(f"{path} is not wholly removed; the next save tries again to remove the rest")
+        warn_once(f"{path} is not completely removed; the next save tries again to remove the rest")

@@ -43,7 +43,7 @@ class Saver:
     engine: Engine
     """The engine whose state is saved."""
     read_state: Callable[[int], RunState]
-    """Called with the current step. Returns the state to save in addition to the engine's."""
+    """Called with the number of completed steps. Returns the state to save in addition to the engine's."""
     heartbeat: Heartbeat
     """Notified when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
@@ -64,7 +64,8 @@ class Saver:
     """Step of the newest complete checkpoint. Before the first save, this is the step that the run was resumed from,
     or 0 for a new run."""
     all_written: bool = True
-    """Whether every rank had finished writing its part of the save when the ranks last agreed, in training/step.py."""
+    """Whether no rank was still writing its files when the ranks last exchanged this flag (`agree` in
+    training/step.py)."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 
@@ -82,10 +83,14 @@ class Saver:
         return self.in_flight is not None and not self.in_flight.job.done()
 
     def save(self, step: int, last: bool) -> None:
-        """Start to save a checkpoint in the background. If it is the last one of the run, wait for it. Collective.
+        """Start to save a checkpoint in the background. Collective.
 
         If a save fails (for example because the disk is full), training continues and the next due
         save tries again. If this step has been saved already, for example before a batch was skipped, do nothing.
+
+        Args:
+            step: Number of completed steps.
+            last: Whether the stage or the run ends here. If so, wait until the checkpoint is complete.
 
         Raises:
             comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
@@ -107,7 +112,7 @@ class Saver:
         """Advance the uploads and the save in progress. Collective.
 
         Args:
-            step: The current step.
+            step: Number of completed steps.
 
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
@@ -125,11 +130,9 @@ class Saver:
             step: Number of completed steps.
 
         Returns:
-            A sentence for the error message that reports whether the progress was saved.
+            A clause for the error message that reports whether the progress was saved.
         """
         try:
-            with self._waiting(step):
-                self._finish(last=True)
             self.save(step, last=True)
         except comm.AgreedError as error:
             return f"step {step:,} could not be saved: {error}"
@@ -162,23 +165,26 @@ class Saver:
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Count the time of the block as waiting for a save, and tell the heartbeat that it is not a hang."""
+        """Record the duration of the block as time waited for a save, and mark it as "saving" for the heartbeat."""
         start = time.monotonic()
         self.heartbeat.mark(step, "saving")
         yield
         self.add_wait(time.monotonic() - start)
 
     def _finish(self, last: bool = False) -> None:
-        """Wait until the save in progress is complete or has failed."""
+        """Wait until the save in progress, if any, is complete or has failed. Collective. See _advance for `last`."""
         while self.in_flight:
             jobs.wait_for_all(self.in_flight.job, f"saving {self.in_flight.final}")
             self._advance(last)
 
     def _advance(self, last: bool = False) -> None:
-        """Advance the save in progress: exchange the checksums, or finish it if the checkpoint is complete.
+        """Advance the save in progress: exchange the checksums, or finish it if the checkpoint is complete. Collective.
 
         If the save has failed, remove the oldest checkpoint to make room, and write the same state again. If no
         checkpoint can be removed, count the save as failed.
+
+        Args:
+            last: Whether to raise the error of a failed save, because no later save can make up for it.
         """
         save = self.in_flight
         assert save is not None
@@ -203,7 +209,7 @@ class Saver:
             self.uploads.add(save.final)
 
     def _note_failure(self, step: int, last: bool, error: comm.AgreedError) -> None:
-        """Count a failed save and remove its files. Raise `error` if the run must not continue."""
+        """Count a failed save and remove its files. Raise `error` if this was the last save or too many have failed."""
         self.num_failed += 1
         self._remove_old(self.settings.keep_last)
         if last or self.num_failed > MAX_FAILED_SAVES:

@@ -27,6 +27,7 @@ from disco_ds.models.clip import read_preprocessing, unit_rows
 
 logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-5
+"""Maximum difference between the features of the original and the converted model, relative to the largest feature."""
 _USER_TOLERANCE = 1e-4
 """Maximum difference between unit features when transformers prepares the inputs."""
 _PIPELINE_TOLERANCE = 1e-3
@@ -127,7 +128,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
 
 @torch.no_grad()
 def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
-    """Check that images and texts get the same features and scores when transformers prepares them.
+    """Check that features and scores stay the same if transformers prepares the images and texts.
 
     The image processor, the tokenizer and the pipeline are called as a user would call them, and all of their outputs
     are passed to the model.
@@ -138,7 +139,8 @@ def check_as_user(converted: Any, model: Any, tokenizer: Any) -> None:
         tokenizer: Tokenizer of `model`.
 
     Raises:
-        ValueError: If the features or the scores differ. See also `write_processor`.
+        ValueError: If the features or the scores differ, or if transformers has no equivalent image processing or
+            tokenizer.
     """
     transformers = _import_transformers()
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +237,7 @@ def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
 
 
 def _import_transformers() -> Any:
-    """Import transformers, which only this export needs.
+    """Import transformers, an optional dependency that only this export needs.
 
     Raises:
         ValueError: If it is not installed.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Uploads checkpoints one after another: the current one, then the newest of those that are waiting.
+    """Uploads checkpoints one at a time. If several wait for the current upload, only the newest of them is uploaded.
 
     If rank 0 is killed, its upload keeps running. The upload's processes inherit the log file as their
     output and, with it, a lock on that file. The resumed run therefore does not start an upload before

@@ -65,7 +65,7 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         ema: Whether to read the moving average of the weights (optim.ema) instead of the last weights.
 
     Raises:
-        ValueError: If the path is something else, is incomplete or damaged, or has no average although `ema` is set.
+        ValueError: If the path is none of these, is incomplete or damaged, or lacks the average that `ema` requests.
     """
     path = Path(path).resolve()
     if (path / MODEL_CONFIG).is_file():
@@ -122,9 +122,8 @@ def build_from(weights: Weights) -> nn.Module:
 def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of every parameter and buffer of a checkpoint.
 
-    The values of trained parameters are the fp32 master weights. At ZeRO 0 and 3, only one tensor at a
-    time is in memory; the rest is memory-mapped. At ZeRO 1 and 2, DeepSpeed's reader keeps all tensors
-    in memory.
+    The values of trained parameters are the fp32 master weights. At ZeRO 0 and 3, the files are memory-mapped and only
+    one tensor at a time is in memory. At ZeRO 1 and 2, DeepSpeed's reader keeps all tensors in memory.
 
     Raises:
         DamagedError: If a file has changed since it was written, or cannot be read.

@@ -56,7 +56,7 @@ def find_differences(reports: list[Report]) -> list[str]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and value of every setting in nested dicts. Empty dicts are left out."""
+    """Yield the dotted name and the value of every setting in nested dicts. An empty dict yields nothing."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")

@@ -30,11 +30,11 @@ Group = Any
 """A process group of deepspeed.comm; None means all ranks."""
 Result = TypeVar("Result")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Names of dtypes in settings."""
+"""Maps the name of a dtype in the settings to the dtype."""
 
 
 _next_port: int | None = None
-"""Port of the next session; None if the next session uses MASTER_PORT as it is."""
+"""Port of the next session in this process; None if that session uses the port in MASTER_PORT."""
 
 
 def init(timeout_s: float) -> None:
@@ -161,7 +161,7 @@ def size(group: Group = None) -> int:
 
 
 def local_device() -> torch.device:
-    """Return the accelerator that this process uses, or the CPU."""
+    """Return the accelerator device that this process uses, or the CPU if there is no accelerator."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
@@ -177,7 +177,7 @@ def barrier() -> None:
 
 
 def open_store(timeout_s: float) -> Any:
-    """Open another connection to the rendezvous store (torch's TCPStore), for use in one thread."""
+    """Open a new connection to the rendezvous store (torch's TCPStore). Only one thread may use a connection."""
     return torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -345,7 +345,7 @@ class AgreedError(ValueError):
 
 @contextmanager
 def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[None]:
-    """Make a `with` block fail on all ranks if it fails on any. The block must not communicate.
+    """Make a `with` block fail on all ranks if it fails on any rank. The block must not communicate.
 
     Collective: every rank must enter the block.
 
@@ -393,7 +393,7 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """Format rank numbers briefly, such as "rank 3" or "ranks 0-6, 9"."""
+    """Return a short text that lists the ranks, such as "rank 3" or "ranks 0-6, 9"."""
     # In a run of consecutive numbers, the difference between number and position is constant.
     numbered = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in numbered]

@@ -27,6 +27,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from torch import Tensor, nn
 
 _CACHED = "_PartitionedParameterCoordinator__params_to_release"
+"""Mangled name of the method whose cache `release` clears."""
 logger = logging.getLogger(__name__)
 # DeepSpeed 0.19 calls collectives by names that torch 2.14 deprecates. Users cannot do anything about this warning.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -45,8 +46,8 @@ def disable_custom_ops() -> None:
 def reset_autocast() -> None:
     """Reset the autocast precision that an earlier engine in this process has set.
 
-    DeepSpeed 0.19 stores this precision in a global variable, so a second engine would reduce gradients
-    in the precision of the first engine.
+    DeepSpeed 0.19 stores this precision in a global variable. Without the reset, a second engine would
+    reduce gradients in the precision of the first engine.
     """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
@@ -124,10 +125,10 @@ def clear_padding(engine: Engine) -> None:
 
 
 def fuse_update(engine: Engine, all_reduce: Callable[[Tensor], Tensor]) -> None:
-    """Replace what DeepSpeed 0.19 does once per parameter at the end of a step by operations on many parameters.
+    """Make the end of a step faster by processing many parameters in one operation.
 
-    For ViT-B/32 at ZeRO 1, that is 1,344 operations, which the GPU waits for (docs/launches.md). The results
-    are the same.
+    DeepSpeed 0.19 processes one parameter at a time. For ViT-B/32 at ZeRO 1, this takes 1,344 operations, and the GPU
+    idles while the host issues them (docs/launches.md). The results are the same up to rounding.
 
     Args:
         engine: The engine, at any ZeRO stage.
@@ -138,14 +139,14 @@ def fuse_update(engine: Engine, all_reduce: Callable[[Tensor], Tensor]) -> None:
         _copy_together(engine)
     if stage in (1, 2) and not engine.optimizer.cpu_offload:
         _take_norm_together(engine.optimizer, all_reduce)
-        # This sets the data of each parameter to the same part of the flat weights that it has been since the start.
+        # This method points each parameter to its part of the flat weights, to which it has pointed since the start.
         engine.optimizer._update_model_bit16_weights = lambda group: None
     if stage == 1 and not engine.optimizer.contiguous_gradients:
         _reduce_without_copies(engine.optimizer)
 
 
 def _copy_together(engine: Engine) -> None:
-    """At ZeRO 0, copy reduced gradients back in one operation."""
+    """At ZeRO 0, copy all gradients of a reduced bucket back in one operation."""
 
     def reduce(bucket: list[Tensor], group: Any, size: int | None = None) -> None:
         flat = engine.allreduce_bucket(bucket, group, size)
@@ -170,19 +171,23 @@ def forget_clipping(engine: Engine) -> None:
 
 
 def _take_norm_together(zero: Any, all_reduce: Callable[[Tensor], Tensor]) -> None:
-    """At ZeRO 1 and 2, compute the norm of all groups with one collective. It also shows whether gradients overflow."""
+    """At ZeRO 1 and 2, compute the gradient norm of all groups with one collective.
+
+    The norm is infinite if a gradient is not finite. The optimizer takes that as an overflow, so a separate check for
+    overflow is not needed.
+    """
 
     @torch.no_grad()
     def compute_norm() -> Tensor:
         squares = []
         for number, group in zero.averaged_gradients.items():
-            # The parts of a group may end with padding. A rank without a part of a group has only padding.
+            # Leave out the padding at the end, unless this rank has nothing but padding.
             parts = group[: max(len(zero.params_in_partition[number]), 1)]
             squares.append(torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square().sum())
-        # Rounded like DeepSpeed's norms of the groups, so that clipping changes no bit.
+        # Round the norm of each group like DeepSpeed, so that the clipped gradients have the same bits.
         norms = all_reduce(torch.stack(squares).float()).sqrt()
         norm = torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
-        # The host waits here only. DeepSpeed would read the norm for each group again if it were on the device.
+        # This is the host's only wait. If the norm stayed on the device, DeepSpeed would wait once for each group.
         return norm.cpu()
 
     zero.scaled_global_norm = compute_norm
@@ -190,7 +195,7 @@ def _take_norm_together(zero: Any, all_reduce: Callable[[Tensor], Tensor]) -> No
 
 
 def _reduce_without_copies(zero: Any) -> None:
-    """At ZeRO 1 without contiguous_gradients, replace gradients by their parts of the reduced bucket."""
+    """At ZeRO 1 without contiguous_gradients, make gradients views of the reduced bucket instead of copying it back."""
 
     def reduce(bucket: list[Tensor], comm_dtype: torch.dtype, **options: Any) -> None:
         flat = zero.allreduce_bucket(
@@ -204,17 +209,18 @@ def _reduce_without_copies(zero: Any) -> None:
 
 
 def forget_gradients(engine: Engine) -> None:
-    """Set to zero what ZeRO 3 keeps of the previous step's gradient. Call this before the first backward of a step.
+    """Set ZeRO 3's gradient buffer to zero. Call this before the first backward of a step.
 
-    DeepSpeed 0.19 overwrites the part of a parameter only when the first micro-batch of a step uses the parameter.
-    Otherwise it would add the old gradient again, for example for a layer that LayerDrop has skipped.
+    In DeepSpeed 0.19, the buffer still contains the previous step's gradient, which is overwritten only for parameters
+    that the first micro-batch uses. The other parameters, such as a layer that LayerDrop has skipped, would get the old
+    gradient again.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def forget_trace(engine: Engine) -> None:
-    """Make ZeRO 3 record the order of the modules again. Call this if a forward is not followed by its backward.
+    """Make ZeRO 3 record the execution order of the modules again. Call this after a forward without a backward.
 
     If a module uses parameters of its children without calling them, like the attention pool of open_clip's ResNets,
     the next forward in DeepSpeed 0.19 could otherwise end in a "tracing error".

@@ -19,9 +19,11 @@ from deepspeed.accelerator import get_accelerator
 FOLDER = "diagnostics"
 """Name of the diagnostics folder inside the run folder."""
 STACKS = "stacks_rank_{}.txt"
+"""Name of the file with the stacks of a rank's Python threads."""
 TRACE = "nccl_trace_rank_"
 """Prefix of a file name that ends with the rank, as torchfrtrace expects."""
 LIMIT_S = 20.0
+"""Maximum time for writing the diagnostics."""
 STDERR = 2
 
 

@@ -76,6 +76,7 @@ class Beat(NamedTuple):
     """The heartbeat that a rank writes into the store."""
 
     serial: int
+    """Number of heartbeats that the rank has sent so far, so that no two of its heartbeats are equal."""
     place: Place
     running: bool
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
@@ -109,7 +110,7 @@ class Heartbeat:
         self.folder: Path | None = None
         """Folder for the diagnostics that this rank writes before its process is ended; None: write to stderr only."""
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
-        # If more time than this passes between two iterations of a thread's loop, the process was frozen.
+        # If an iteration of a thread's loop takes longer than this, the process was frozen.
         self._frozen_s = 3 * self._interval_s
         self.place = Place(0, 0, "building")
         """The place of the last mark that this rank has passed."""
@@ -117,7 +118,7 @@ class Heartbeat:
         self._timed = False
         self._last_answer = time.monotonic()
         self._compared_at = 0.0
-        """When this rank last read all heartbeats. It does so rarely, because all ranks may do so at the same time."""
+        """When this rank last read all heartbeats. This must be rare, because all ranks may do it at the same time."""
         self._serial = 0
         self._exit_reason: str | None = None
         """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""
@@ -190,11 +191,11 @@ class Heartbeat:
         if not self._active:
             return
         if isinstance(error, KeyboardInterrupt):
-            time.sleep(self._interval_s)  # during this time, _watch_clock ends this process
+            time.sleep(self._interval_s)  # meanwhile, _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
             self._error = error
             self._hurry = True
-            # While this thread waits, _beat names a lost rank and ends this process.
+            # If a rank is lost, _beat reports it and ends this process while this thread waits.
             time.sleep(self._patience_s + 3 * self._interval_s)
         reason = ""
         if error is not None:

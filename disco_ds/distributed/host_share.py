@@ -32,10 +32,9 @@ class HostShare:
 def share_host() -> HostShare:
     """Return this rank's share of its host, and set torch's number of threads accordingly. Collective.
 
-    Under `deepspeed`, torch starts one thread per core in every rank; torchrun sets
-    OMP_NUM_THREADS=1. If OMP_NUM_THREADS is set, the number of threads is not changed. Ranks that are
-    bound to different cores, for example by --bind_cores_to_rank or srun --cpus-per-task, keep all of
-    their cores.
+    If OMP_NUM_THREADS is set, the number of threads is not changed. torchrun sets it to 1. `deepspeed`
+    does not set it, so torch would start one thread per core in every rank. Ranks that are bound to
+    different cores, for example by --bind_cores_to_rank or srun --cpus-per-task, keep all of their cores.
     """
     host = socket.gethostname()
     cores = sorted(os.sched_getaffinity(0))

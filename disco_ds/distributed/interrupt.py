@@ -28,14 +28,14 @@ class Interrupts:
     """The requests that this rank has received, and the requests that all ranks have agreed on.
 
     Args:
-        save_every_s: Request a save this many seconds after the last save began, by this rank's clock; 0
-            disables these requests.
+        save_every_s: A save is requested when this many seconds have passed since the last save began; 0 disables
+            these requests.
     """
 
     def __init__(self, save_every_s: float = 0.0) -> None:
         self.save_every_s = save_every_s
         self.since = time.monotonic()
-        """When the last save began."""
+        """When the last save began; before the first save, when the timer was started."""
         self.asked: str | None = None
         """Name of the last signal that this rank has received, or None."""
         self.save = False
@@ -46,7 +46,7 @@ class Interrupts:
         """Time of the first Ctrl-C."""
 
     def listen(self) -> None:
-        """From now on, let signals set flags instead of ending the process. Start the timer of periodic saves."""
+        """Start handling signals, which from now on do not end the process. Start the timer of periodic saves."""
         self.since = time.monotonic()
         for number in SIGNALS:
             # A shell starts the background jobs of a script with SIGINT ignored. Keep it ignored.
@@ -55,7 +55,7 @@ class Interrupts:
 
     @property
     def is_save_due(self) -> bool:
-        """Whether this rank requests a periodic save."""
+        """Whether a periodic save is due by this rank's clock."""
         return 0 < self.save_every_s <= time.monotonic() - self.since
 
     def agree(self, save: bool, stop: bool) -> None:

@@ -1,7 +1,7 @@
-"""Jobs: long work, such as writing files, that each rank runs in a thread and all ranks wait for together.
+"""Jobs: long work, such as writing files, that every rank does in a thread. The main threads wait for all ranks' jobs.
 
-A collective times out if one rank reaches it much later than the others. Long work therefore runs in
-a thread, and meanwhile the ranks call a short collective every few seconds until every job is done.
+A collective times out if one rank reaches it much later than the others. Therefore the main threads do not
+do the work themselves, but call a short collective every few seconds until every job is done.
 """
 
 from __future__ import annotations
@@ -63,8 +63,13 @@ def run(
 ) -> Result:
     """Call `work`, which may take long and must not communicate, on every rank. Collective.
 
+    Args:
+        what: Name of the job in the log. Error messages start with it.
+        work: The function to call.
+        agreed: Type of the error that all ranks raise.
+
     Raises:
-        AgreedError: On every rank, if `work` fails on any rank. Pass `agreed` to raise another class of error.
+        AgreedError: On every rank, if `work` fails on any rank.
     """
     job = start(work)
     wait_for_all(job, what)

@@ -11,6 +11,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.comm import Group
 
 Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
+"""Type of the argument `visit` of `circulate`."""
 
 
 def circulate(

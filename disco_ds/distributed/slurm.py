@@ -1,4 +1,4 @@
-"""Read the launcher's environment variables. Each task of srun is a rank."""
+"""Check the launcher's environment variables. Under srun, where each task is a rank, derive them from Slurm's."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Run:
     folder: Path
     engine: Engine
     towers: EngineTowers
-    """Run the model on a micro-batch."""
+    """Compute the features of a micro-batch."""
     loss: Loss
     loader: Loader
     metrics: MetricsLogger
@@ -131,15 +131,14 @@ class Run:
     interrupts: Interrupts
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
-    """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
+    """Number of batches skipped since the last successful step because the loss or the gradient was not finite."""
     overflows: list[float] = field(default_factory=list)
-    """fp16's loss scale after each of the latest consecutive steps whose updates were skipped because of overflow."""
+    """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step. It depends on the number of samples seen, not on the step.
+        """Return the learning rate of the step that follows `step` completed steps.
 
-        Args:
-            step: Number of completed steps.
+        It depends on the number of samples in the completed steps, because the global batch may change within a run.
         """
         unit = self.schedule.warmup_batch
         done, total = self.schedule.samples(step) / unit, self.schedule.num_samples / unit
@@ -151,7 +150,7 @@ def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
 
     Args:
         config: Settings of the stage.
-        schedule: Length of the run.
+        schedule: Schedule of the resumed run.
         num_steps: Length of the run in steps when the checkpoint was saved.
     """
     done, batch = schedule.first_samples, schedule.previous_batch
@@ -183,7 +182,7 @@ def build(
     uploads: Uploads | None = None,
     interrupts: Interrupts | None = None,
 ) -> Run:
-    """Build a run that starts at its first step or at a checkpoint and ends with the current stage. Collective.
+    """Build a new run, or one that resumes from a checkpoint. It ends with the current stage. Collective.
 
     The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine. The checkpoint is chosen
     before the model and the loader are built, because the weights and the position in the data come from it. A new run
@@ -194,10 +193,10 @@ def build(
         resume: "latest", a run folder, or a checkpoint in a run folder; "auto" resumes if there is a
             complete checkpoint and starts a new run otherwise; None starts a new run.
         stack: Everything that this function opens is closed when the stack is closed.
-        unattended: Whether to use an older checkpoint if the newest is damaged. resume="auto" always does.
+        unattended: Whether to fall back to an older checkpoint if the newest is damaged. resume="auto" implies it.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
         uploads: Uploads that the previous stage left unfinished.
-        interrupts: The requests to save or to stop, which outlive a stage. None: none have been made.
+        interrupts: Requests to save or to stop, shared by all stages of the run. None: there are no requests yet.
 
     Raises:
         ValueError: On every rank, if there is a mistake in the settings or the data.
@@ -314,10 +313,14 @@ def build(
 
 
 def check_settings(config: Config) -> None:
-    """Find mistakes in the settings of any stage, and missing packages, before anything is loaded. Collective."""
+    """Check the settings of every stage and the packages that they need, before anything is loaded. Collective.
+
+    Raises:
+        ValueError: On every rank, if there is a mistake in the settings or a package is missing.
+    """
     for each in config.stage_configs:
-        # The result is not used. The final ds_config contains the path of the run folder, so write_settings renders it
-        # after that folder has been created.
+        # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
+        # of the run folder, which does not exist yet.
         render_ds_config(each, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
     if config.optim.factory:
@@ -380,7 +383,7 @@ def build_loader(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return the functions that write metrics to the trackers, by the trackers' names in messages."""
+    """Return the function that writes metrics to each active tracker, keyed by the tracker's name in messages."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,
@@ -411,7 +414,7 @@ def check_without_data(config: Config) -> None:
 
 
 def check_image_sizes(config: Config) -> None:
-    """Check that the models of all stages differ at most in the size of the position embedding, which is resized.
+    """Check that the models of all stages differ only in the size of the position embedding, which can be resized.
 
     Raises:
         ValueError: If a stage sets an image size that the model or the ds_config does not support.
@@ -456,13 +459,16 @@ def make_loss(config: Config) -> Loss:
 
 
 def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module, Any, str]:
-    """Build the model, with the same weights on every rank, its tokenizer, and a description of the towers. Collective.
+    """Build the model and its tokenizer. The weights are the same on every rank. Collective.
 
     Args:
         config: Settings of the run.
         loss: Its attributes determine the initial logit scale and bias, and whether the scale is learned.
         restored: Whether weights will be loaded from a checkpoint later. If so, pretrained weights
             are not needed and not downloaded.
+
+    Returns:
+        The model, the tokenizer, and a line for the log that describes the towers.
     """
     settings = config.model
     if not restored:
@@ -498,7 +504,8 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
         stored = comm.from_rank_0("teacher", find)
         assert stored
         return StoredTeacher(settings, stored, comm.local_device())
-    # The initial bias for this batch is -log(1), so a bias that the weights do not have is 0.
+    # A loss that needs a bias initializes it to -log(global_batch - 1), which is 0 for a global batch of 2. The bias
+    # keeps this value only if the teacher's weights contain none.
     own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
     model, tokenizer, description = build_towers(own, loss, restored=False)
     identity = settings.model_dump(mode="json", include={"model", "weight"})
@@ -512,7 +519,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:
-    """Compile the towers if model.compile=auto and every rank can. Collective: every rank must call this.
+    """If model.compile=auto, compile the towers, unless a rank cannot. Collective: every rank must call this.
 
     Returns:
         A phrase for the log: whether the towers are compiled and, if not, why.
@@ -535,9 +542,10 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
 def identify(
     config: Config, sources: list[Source], teacher: RunTeacher | None
 ) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that takes a stage's settings and returns what must stay the same on resume. Collective.
+    """Return a function that maps a stage's settings to the values that must stay the same on resume. Collective.
 
-    See checkpoint.identity. The returned function does not communicate.
+    These values are checkpoint.identity and the entries model.preprocess and teacher. The returned function does not
+    communicate.
 
     Raises:
         ValueError: On every rank, if hosts have different shards or model configs at the same path.

@@ -36,10 +36,8 @@ from disco_ds.training.micro_batches import DIVIDES, split
 
 ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""Maximum distance between a feature row of the first forward and the same row of the repeated forward.
-
-The distance is divided by the norm of the row in the first forward. With 16-bit kernels, distances of 0.01 occur.
-"""
+"""Maximum of |again - first| / |first|, where `first` is a feature row from the first forward and `again` is the same
+row from the repeated forward. With 16-bit kernels, values of 0.01 occur."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -60,16 +58,17 @@ def contrastive_step(
 ) -> LossOutput:
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
 
-    Under a DeepSpeed engine this also updates the parameters, because ZeRO needs an engine.step()
-    after each micro-batch. Otherwise, the gradients, averaged over ranks, are left in the .grad of the
-    parameters. The loop must then clip them, if needed, and step its optimizer.
+    Under a DeepSpeed engine, this function also updates the parameters, because ZeRO needs an
+    engine.step() after each micro-batch. Otherwise, it leaves the gradients, averaged over ranks, in the
+    .grad of the parameters. The loop must then clip them, if needed, and step its optimizer.
 
     Args:
         model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
             fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
-        batch: This rank's b samples, in a structure that training/micro_batches.py can split. Any structure
-            is allowed if the argument micro_batches is 1.
+        batch: This rank's b samples: a tensor [b, ...], or a mapping, dataclass, tuple or list of such tensors, which
+            may be nested. In a micro-batch, mappings are dicts. With micro_batches=1, the batch is not split and
+            may be anything.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
             sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
@@ -91,7 +90,8 @@ def contrastive_step(
             ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; the scale
             or the bias differs between ranks; neither `forward` nor `scale` provides a scale; a repeated `forward`
             returns different features.
-        FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
+        FloatingPointError: On every rank, if the gradient is not finite under a DeepSpeed engine. Nothing is updated.
+            It is not raised if a loss scaler has skipped the step and can still lower its scale.
     """
     backend: _Engine | _Plain
     if isinstance(model, DeepSpeedEngine):
@@ -151,7 +151,10 @@ def contrastive_step(
 
 
 _checked: WeakKeyDictionary[Any, set[tuple[int, bool]]] = WeakKeyDictionary()
-"""Maps a model to each (K, model.training) in which a step has passed the checks of a first step."""
+"""Maps a model to the modes (K, model.training) in which it has completed a step.
+
+Some checks are expensive, so they run only until the first step of each mode has succeeded.
+"""
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
@@ -161,7 +164,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
 
 
 def refuse_batch_statistics(model: torch.nn.Module) -> None:
-    """Refuse layers that update buffers in forward. The repeated forward would update them a second time.
+    """Refuse normalization layers that update running statistics. The repeated forward would update them again.
 
     Raises:
         ValueError: If there is such a layer.
@@ -215,7 +218,7 @@ class _Towers:
     scale: float | None
     device: torch.device | None
     is_checked: bool
-    """True in a step in which the features of the repeated forward are compared with those of the first."""
+    """Whether to compare the features of each repeated forward with those of the first forward."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)

@@ -21,14 +21,15 @@ from disco_ds.training.engine import Engine
 STEPS = "ema_steps"
 """Name of the optimizer state that counts the updates since the average began."""
 CHUNK = 2**24
-"""Largest number of rows, or of elements of a flat tensor, that are copied at a time."""
+"""Number of rows of a tensor that are swapped at a time. A row of a flat tensor is one element."""
 
 
 @torch.no_grad()
 def update_average(engine: Engine, settings: EmaSettings) -> None:
     """Update the average. Call this after each step that has updated the weights.
 
-    The first call sets the average to the weights.
+    The first call sets the average to the weights. Later calls change it every settings.every_steps steps, with a decay
+    that is low at first and rises to settings.decay.
     """
     weights = _find_weights(engine)
     states = [engine.basic_optimizer.state[weight] for weight in weights]

@@ -44,8 +44,8 @@ is optional. Repeated calls with the same micro-batch return the same values."""
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
-    The augmentation depends only on (seed, epoch, sample id), or on what is stored with the sample, so both forwards of
-    a micro-batch get equal inputs.
+    The augmentation depends only on (seed, epoch, sample id) or, if a teacher's embeddings are stored with the samples,
+    on numbers stored with these embeddings. So both forwards of a micro-batch get equal inputs.
     """
     drawn = batch.epoch, batch.index, config.seed
     if batch.stored is not None:
@@ -60,7 +60,7 @@ class SpikeError(Exception):
     """The batch is skipped because of a spike. Raised on every rank, before anything has been updated.
 
     Args:
-        norm: The norm of the gradient, if this is the value that is too high.
+        norm: The norm of the gradient if the norm is too high; None if the loss is too high.
     """
 
     def __init__(self, norm: float | None = None):
@@ -175,9 +175,14 @@ def build_custom(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that optim.factory names.
 
+    Args:
+        factory: Import path of the function that builds the optimizer.
+        groups: Parameter groups, the argument of that function.
+        elementwise: optim.elementwise, without which the optimizer is used only at ZeRO 0.
+
     Raises:
-        ValueError: If the factory cannot be imported, does not return a torch optimizer for these groups, or returns
-            one that is not elementwise under ZeRO although `elementwise` says so.
+        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups, or if
+            `elementwise` is True and the optimizer is torch's Adagrad, which DeepSpeed handles incorrectly.
     """
     optimizer = load_custom(factory)(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -256,7 +261,11 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
 def backward_and_step(
     engine: Engine, surrogates: Iterable[Tensor], max_norm: float | None = None
 ) -> Tensor | None:
-    """Call engine.backward and engine.step for the surrogate loss of each micro-batch, at any ZeRO stage.
+    """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
+
+    Both errors are raised on every rank, and leave the weights, optimizer, loss scaler and counters as they were before
+    the step. There is one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in their
+    parameter groups then includes this step.
 
     Args:
         engine: The engine.
@@ -269,11 +278,9 @@ def backward_and_step(
         ranks return the same value.
 
     Raises:
-        FloatingPointError: On every rank, if the gradient is not finite. It is not raised if a loss
-            scaler has skipped the step and can still lower its scale.
-        SpikeError: On every rank, if the norm is above max_norm. After either error, the weights, optimizer,
-            loss scaler and counters are the same as before the step. Only the step count that LAMB and
-            some other optimizers keep in their parameter groups may differ: at ZeRO 0, it includes this step.
+        FloatingPointError: If the gradient is not finite. It is not raised if a loss scaler has skipped the step and
+            can still lower its scale.
+        SpikeError: If the norm is above max_norm.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -285,8 +292,8 @@ def backward_and_step(
     def refuse(norm: Tensor) -> bool:
         nonlocal refused, agreed
         if max_norm is not None:
-            # The norm may differ slightly between ranks, which sum it in different orders, so all of them compare the
-            # maximum. With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
+            # Ranks sum the norm in different orders, so their values may differ slightly. All compare the largest one.
+            # With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
             agreed = comm.all_reduce_max(norm.to(comm.local_device())).item()
             refused = math.isfinite(agreed) and agreed > max_norm
         return refused

@@ -142,10 +142,10 @@ def loss_at_features(
 
 
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
-    """Concatenate the image features and text features of all micro-batches; the scale and bias are the last ones.
+    """Concatenate the features of all micro-batches, and take the scale and the bias from the last micro-batch.
 
-    All are leaf tensors, at which the backward of the loss stops. Only the last micro-batch has a graph, so a leaf
-    requires a gradient if the tensor of the last micro-batch does.
+    The results are leaf tensors, so the backward of the loss stops at them. A leaf requires a gradient if the
+    corresponding tensor of the last micro-batch does; the other micro-batches have no graph.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
 
@@ -171,9 +171,8 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
 
 def _join_teacher(parts: Sequence[Teacher]) -> Teacher:
     """Concatenate a teacher's features of all micro-batches. Its scale and bias are constants."""
-    image, text = (
-        torch.cat(side) for side in zip(*((t.image, t.text) for t in parts), strict=True)
-    )
+    image = torch.cat([part.image for part in parts])
+    text = torch.cat([part.text for part in parts])
     return replace(parts[0], image=image, text=text)
 
 

@@ -43,7 +43,8 @@ def train(run: Run) -> None:
     """Train from the step at which the run starts or resumes to the last step of the current stage. Collective.
 
     Raises:
-        StopError: If data cannot be read, or the ranks are at different steps.
+        StopError: If data cannot be read, if the ranks are at different steps, or if captions with different tokens
+            have equal features.
         FloatingPointError: If the loss or the gradient is not finite in too many batches in a row.
         AskedToStopError: If a signal requested a stop. A checkpoint has been saved by then.
         comm.AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
@@ -74,7 +75,7 @@ def train(run: Run) -> None:
             save(run, step)
         if run.interrupts.stop and step < num_steps:
             raise AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
-        # The batch may have been skipped. The next batch then takes its place.
+        # If the batch was skipped, `step` has not changed, and the next batch is used for the same step.
         if trained and step < last_step and is_due(run, step, run.config.eval):
             try:
                 evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
@@ -83,7 +84,7 @@ def train(run: Run) -> None:
 
 
 def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
-    """Train one step. If its batch must be skipped, return None. Save the progress before an error. Collective.
+    """Train one step. Return None if its batch was skipped. If the run must stop, save first. Collective.
 
     Args:
         run: The run.
@@ -135,7 +136,7 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
     """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
 
     Args:
-        scales: The loss scale after each of the latest consecutive steps whose updates were skipped.
+        scales: The loss scale after each step since the last applied update, see Run.overflows.
         step: Number of completed steps.
         schedule: Length of the run.
 
@@ -156,14 +157,14 @@ def save_without(run: Run, step: int) -> str:
     """Save the progress made before a failed step. A resumed run reads the batch of that step again. Collective.
 
     Returns:
-        See Saver.save_before_error.
+        A clause for the error message that reports whether the progress was saved.
     """
     run.loader.drop_step()
     return run.saver.save_before_error(step)
 
 
 def save(run: Run, step: int) -> None:
-    """Save a checkpoint after this step, as described in Saver.save. Collective."""
+    """Save a checkpoint after this step, in the background unless training ends here. Collective."""
     run.interrupts.saved()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()

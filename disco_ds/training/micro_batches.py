@@ -15,7 +15,7 @@ DIVIDES = (
 
 
 def split(batch: Any, count: int) -> tuple[list[Any], int]:
-    """Split a batch into parts of equal size, each with the same structure as the batch.
+    """Split a batch into parts of equal size. Each has the structure of the batch, but mappings become dicts.
 
     Args:
         batch: A tensor [b, ...], or a mapping, dataclass, tuple or list of such tensors. These containers may be
@@ -26,8 +26,8 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
         The parts, and b, the number of samples in the batch.
 
     Raises:
-        ValueError: If b differs between tensors, if b is not a multiple of `count`, or if the batch contains
-            something else, or no tensor.
+        ValueError: If b differs between tensors, if b is not a multiple of `count`, if the batch contains an object of
+            another type, or if it contains no tensor.
     """
     sizes: dict[str, int] = {}
     parts = _cut(batch, count, (), sizes)
@@ -72,7 +72,7 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
 
 
 def _build(container: Any, fields: dict[Any, Any]) -> Any:
-    """Return a container of the same kind with other fields."""
+    """Return a container like `container` whose values are those of `fields`. A mapping becomes a dict."""
     if isinstance(container, Mapping):
         return fields
     if isinstance(container, list | tuple):

@@ -1,11 +1,10 @@
 """Muon for the hidden matrices and AdamW for all other parameters, at every ZeRO stage.
 
-The momentum has one number per element, so ZeRO divides it like any other state. Whole matrices are needed only to
-orthogonalize the update: the ranks then join the parts that they hold, of matrices of one shape at a time.
+The momentum has one number per element, so ZeRO divides it like any other state. Only the orthogonalization needs whole
+matrices. For it, the ranks combine their parts of the update by an all-reduce, for matrices of one shape at a time.
 
-DeepSpeed 0.19 has a Muon too, but it is not used. It orthogonalizes the gradients before their norm is computed, which
-would change the meaning of clipping, grad_norm and on_spike. The momentum that it keeps at ZeRO 1 and 2 cannot be
-resharded.
+DeepSpeed's Muon (0.19) is not used. It orthogonalizes the gradients before their norm is computed, which would change
+the meaning of clipping, grad_norm and on_spike. Its momentum at ZeRO 1 and 2 cannot be resharded.
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The learning rate is multiplied by the factor
 of Liu et al. 2025 (arXiv 2502.16982), so that values of learning rate and weight decay that suit AdamW also suit Muon.
@@ -31,11 +30,11 @@ from disco_ds.distributed import comm
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration."""
 MAX_BATCH = 2**25
-"""Largest number of elements of the matrices that are orthogonalized at a time."""
+"""Matrices of one shape are orthogonalized in batches of at most this many elements, and at least one matrix."""
 
 
 class Part(NamedTuple):
-    """The part of a matrix that this rank holds. It has 0 elements if another rank holds the whole matrix."""
+    """The part of a matrix that this rank holds. It has 0 elements if only other ranks hold the matrix."""
 
     weight: Tensor
     """[numel], a view of the weight."""
@@ -132,7 +131,7 @@ class Muon(torch.optim.AdamW):
         held = [number for number, part in enumerate(parts) if part.weight.numel()]
         if not held:
             return
-        # Filters of a convolution are a matrix [out, in x h x w].
+        # The filters of a convolution, [out, in, h, w], count as a matrix [out, in x h x w].
         matrices = whole[held].view(len(held), shape[0], -1)
         directions = orthogonalize(matrices, self.dtype).flatten(1)
         mine = [parts[number] for number in held]

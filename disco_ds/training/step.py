@@ -67,6 +67,9 @@ class StepOutput:
 def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> StepOutput:
     """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
 
+    The errors listed below are raised on every rank. After any error, the model, the optimizer and the random
+    generators are the same as before the step.
+
     Args:
         run: The run. Its loader reads the micro-batches.
         step: Number of completed steps.
@@ -74,8 +77,10 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> St
         is_logged: Whether the phases are measured.
 
     Raises:
-        StopError, DataStopError, FloatingPointError, SpikeError: On every rank, see `agree` and backward_and_step.
-            After any error, the model, the optimizer and the random generators are the same as before the step.
+        StopError: If the ranks are at different steps, or if captions with different tokens have equal features.
+        DataStopError: If a rank could not read its data.
+        FloatingPointError: If the loss or the gradient is not finite, except if fp16's loss scaler skips the step.
+        SpikeError: If the batch must be skipped because its loss or gradient norm is a spike.
     """
     engine, config = run.engine, run.config
     timer = run.metrics.phases.timer(sampled=is_logged)
@@ -130,7 +135,8 @@ def train_step(
         max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
 
     Raises:
-        FloatingPointError: See backward_and_step.
+        FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
+            Nothing is updated.
     """
     towers = EngineTowers(engine, prepare)
     before = Snapshot(engine.module)
@@ -174,7 +180,8 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
     equal_texts: Tensor | float = 0.0
-    if data.text and data.error is None:  # placeholders have no text
+    # After an error, the rest of the batch consists of placeholders without texts.
+    if data.text and data.error is None:
         equal_texts = share_of_equal_texts(torch.cat(data.text).to(text.device), text)
     worst = comm.largest_of(
         {
@@ -206,7 +213,8 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
 def refuse_different_steps(step: int) -> None:
     """Raise StopError with the step of each rank. Collective.
 
-    A rank has skipped a collective, so its next collectives were matched with the wrong collectives of other ranks.
+    If the steps differ, a rank has skipped a collective, and its next collectives were matched with different ones of
+    the other ranks.
     """
     places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
     raise StopError(

@@ -15,7 +15,7 @@ from disco_ds.losses import Teacher
 from disco_ds.models.clip import Texts, read_preprocessing
 
 PROBES = ["a photo of a cat", "Zwei Katzen, 100% schwarz!", "\u732b" * 50, "word " * 200]
-"""Texts for which two tokenizers that agree count as the same tokenizer."""
+"""Two tokenizers count as the same if they return the same tokens for these texts."""
 
 
 class FrozenTeacher:
@@ -23,10 +23,10 @@ class FrozenTeacher:
 
     Args:
         model: A model from build_model, on this rank's device and in the precision of the run.
-        tokenizer: Its tokenizer.
-        scale: [1], the teacher's logit scale in fp32. A model in bf16 would round it.
-        bias: [1], its logit bias, or None.
-        description: Which parts of its towers are replaced and compiled, for the log.
+        tokenizer: The model's tokenizer.
+        scale: [1], the model's exp(logit_scale) in fp32, computed before the model is converted to bf16 or fp16.
+        bias: [1], the model's logit_bias in fp32; None if it has none.
+        description: Which parts of the model's towers are replaced and compiled, for the log.
         identity: The values that must stay the same when the run is resumed.
     """
 
@@ -53,7 +53,8 @@ class FrozenTeacher:
             image: [m, 3, H, W], the augmented images that the student sees, uint8 or in [0, 1]. They are resized to the
                 teacher's image size, and normalized as the teacher expects.
             text: The student's tokens, [m, L].
-            batch: The micro-batch. It has the teacher's tokens, if its tokenizer differs from the student's.
+            batch: The micro-batch. Its teacher_text contains the teacher's tokens if the teacher's tokenizer differs
+                from the student's, and is None otherwise.
         """
         if image.shape[2:] != self.size:
             pixels = image / 255 if image.dtype == torch.uint8 else image
@@ -66,7 +67,7 @@ class FrozenTeacher:
 
 
 class StoredTeacher:
-    """Takes the features of one or several teachers from the micro-batch, whose samples contain them.
+    """Reads the features of one or several teachers from the micro-batch. The loader has stored them there.
 
     Args:
         settings: Settings of the teacher.
@@ -100,6 +101,6 @@ RunTeacher = FrozenTeacher | StoredTeacher
 
 
 def are_equal(tokenizer: Any, other: Any) -> bool:
-    """Return whether two tokenizers return the same tokens."""
+    """Return whether two tokenizers return the same tokens for PROBES."""
     tokens = tokenizer(PROBES), other(PROBES)
     return tokens[0].shape == tokens[1].shape and torch.equal(*tokens)

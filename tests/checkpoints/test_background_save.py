@@ -40,7 +40,7 @@ from disco_ds.training.build import Run, build
 from disco_ds.training.loop import train
 from helpers.checkpoints import SHAPE, finish, flip, identify
 from helpers.dist import run_ranks
-from helpers.faults import At, start
+from helpers.faults import At, failure, poisoned, start
 from helpers.launched import CASES, SAME, equal_checkpoints, records
 from helpers.tiny_run import expect, recipe
 
@@ -206,6 +206,30 @@ def failing_writer(path: Path) -> None:
 
 def test_writer_that_fails_on_one_rank_is_a_failed_save_on_all(tmp_path: Path) -> None:
     run_ranks(failing_writer, 2, recipe(tmp_path))
+
+
+def failing_writer_before_an_error(path: Path) -> None:
+    """The save of step 2 fails while rank 1's disk is full. Batch 3 stops the run when there is space again."""
+    config = load_config(
+        path,
+        ["steps=8", "checkpoint.every_steps=2", "name=stops", "skip_nonfinite=0"],
+    )
+
+    def at(run: Run, number: int) -> None:
+        if number == 3:
+            assert run.saver.in_flight is not None
+            jobs.wait_for_all(run.saver.in_flight.job, "the save of step 2")
+        limit_files(1, 3)(run, number)
+        poisoned({3: "loss"})(run, number)
+
+    said = failure(config, at, FloatingPointError)
+    expect(said, "a checkpoint was saved after step 2")
+
+
+def test_progress_is_saved_before_an_error_even_if_the_save_in_flight_fails(
+    tmp_path: Path,
+) -> None:
+    run_ranks(failing_writer_before_an_error, 2, recipe(tmp_path))
 
 
 def save_of(run: Path, step: int) -> Save:
