@@ -31,7 +31,7 @@ WORDS = [
 
 
 def write_tokenizer(folder: Path, kind: str) -> str:
-    """A small tokenizer in a local folder, of the class that the hub's SigLIP (T5) or SigLIP 2 (Gemma) models have."""
+    """Save a small tokenizer of the class that SigLIP (T5) or SigLIP 2 (Gemma) uses. Return the folder."""
     if kind == "siglip":
         scores = [(word, -float(i)) for i, word in enumerate(WORDS)]
         tokenizer: Any = transformers.T5Tokenizer(vocab=scores, eos_token="<eos>", extra_ids=0)
@@ -43,7 +43,7 @@ def write_tokenizer(folder: Path, kind: str) -> str:
 
 
 def write_words(folder: Path, words: list[str], pad: str = "[PAD]") -> str:
-    """A tokenizer of whole words whose end token, [SEP], comes before the words."""
+    """Save a tokenizer of whole words. The id of its end token, [SEP], is smaller than all ids of words."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     vocabulary = {word: i for i, word in enumerate(special + words)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
