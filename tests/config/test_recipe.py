@@ -105,7 +105,7 @@ def test_recipe_without_a_loss_has_the_one_that_the_manual_recommends(recipe: Pa
         ("seed: 1\nseed: 1", "seed"),
         ("loss: {name: clip, options: {}, name: disco}", "name"),
         ("eval: &a {labeled: {'b': x, b: y}}", "b"),
-        ("optim: {}", "optim"),  # with the one before
+        ("optim: {}", "optim"),  # the recipe already has this key
     ],
 )
 def test_recipe_key_given_twice_is_refused(text: str, key: str, recipe: Path) -> None:

@@ -61,7 +61,7 @@ def test_upcoming_shards_are_those_read_next(slots: int, window: int) -> None:
                 break
         assert [away for away, _ in promised] == sorted(away for away, _ in promised)
         for number, shard in enumerate(read):
-            # It was announced in time, and at most two windows too early.
+            # The shard was announced in time, and at most two windows too early.
             span = SIZES[shard] + 2 * window
             assert any(away <= number < away + span for away, found in promised if found == shard)
         for away, shard in promised:

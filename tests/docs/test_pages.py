@@ -89,7 +89,10 @@ def missing(command: list[str]) -> Iterator[str]:
         path = ROOT / name.replace(".", "/")
         if word == "-m" and name.startswith("tools.") and not path.with_suffix(".py").is_file():
             yield name
-        if re.match(r"(tools|tests)/\w+\.py", name) and not (ROOT / name.split("::")[0]).is_file():
+        if (
+            re.match(r"(tools|tests)/[\w/]+\.py", name)
+            and not (ROOT / name.split("::")[0]).is_file()
+        ):
             yield name
 
 

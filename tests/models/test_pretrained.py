@@ -84,7 +84,7 @@ def test_a_tag_that_cannot_be_fetched_is_refused_in_one_line(
                 ["model={name: ViT-B-32, pretrained: laion2b_s34b_b79k}", "steps=1"],
             )
         )
-    assert not (tmp_path / "runs").exists(), "refused before any work"
+    assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
 
 
 def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_image_size_that_the_tower_does_not_take_is_refused_at_the_start(tmp_pat
         ]
         with pytest.raises(RefusedError, match=rf"model.image_size.*{size} x {size}"):
             run_training(load_config(recipe(tmp_path), changes))
-        assert not (tmp_path / "runs").exists(), "refused before any work"
+        assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
 
 
 @pytest.mark.slow
