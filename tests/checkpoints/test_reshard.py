@@ -118,7 +118,7 @@ def equal_losses(folder: Path, other: Path, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps on two ranks at ZeRO 1, without interruption."""
+    """Train eight steps on two ranks at ZeRO 1 without interruption, and return the folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_on(folder, 2, 8, None, deepspeed=settings(1))
     return folder

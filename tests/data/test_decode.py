@@ -150,7 +150,7 @@ def test_crop_of_a_shape_that_never_fits_is_the_centre(
 
 
 def gray_tiff(bits: int, photometric: int, data: bytes, order: str = "<") -> bytes:
-    """A TIFF of two gray pixels in a row, which Pillow can read but not write."""
+    """Return a TIFF of two gray pixels in a row, in a form that Pillow can read but not write."""
     tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 278: 1, 279: len(data)}
     entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, tags[tag]) for tag in tags)
     start = 8 + len(data)

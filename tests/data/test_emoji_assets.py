@@ -41,7 +41,7 @@ def read_shard(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def splits() -> dict[str, list[dict[str, Any]]]:
-    """Every sample of every split, in the order of shards and keys, with its decoded pixels."""
+    """Read all samples of all splits, in the order of shards and keys, with their decoded pixels."""
     result: dict[str, list[dict[str, Any]]] = {}
     for split in NUM_SHARDS:
         result[split] = [

@@ -52,7 +52,7 @@ class Unnamed(Source):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PYTHONPATH that contains our_package."""
+    """Return a folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
     code = (ROOT / "examples" / "sqlite_source.py").read_text()

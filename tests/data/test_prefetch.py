@@ -29,7 +29,7 @@ SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Manifest:
-    """Shards of one size, so that a limit on the cache is a limit on their number."""
+    """Write shards of equal size, so that a size limit of the cache is a limit on their number."""
     return write_shards(tmp_path / "shards", [10] * 8)
 
 

@@ -35,7 +35,7 @@ def mixed(**changes: Any) -> DataSettings:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Three sources with consecutive ids."""
+    """Write three sources with consecutive ids."""
     parts = {"a": (A, 0), "b": (B, FIRST_B), "c": (C, FIRST_C)}
     folder = tmp_path_factory.mktemp("sources")
     return [
@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 @pytest.fixture(scope="module")
 def reference(sources: Sources) -> Any:
-    """Twelve global batches of 24 samples on one rank, and the state after them."""
+    """Read twelve global batches of 24 samples on one rank. Return them and the state after them."""
     return read_global(sources, mixed(), 1, 12)[:2]
 
 

@@ -1,4 +1,4 @@
-"""data.index=none: an order without counts that is the same at any number of ranks, after a resume and from a store."""
+"""data.index=none: an order that needs no counts and is the same at any number of ranks and after a resume."""
 
 from __future__ import annotations
 

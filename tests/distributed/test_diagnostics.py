@@ -53,7 +53,7 @@ def test_users_own_settings_of_the_recorder_stay(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(dump is None, reason="this torch can write only NCCL's flight record")
 def test_torch_asks_for_the_name_of_its_file_when_it_writes(tmp_path):
-    """The run folder becomes known after process groups exist. gloo's record stands for NCCL's, which needs GPUs."""
+    """The run folder is set after process groups exist, but torch must use it. gloo's record stands for NCCL's."""
     run_ranks(write_record, 2, tmp_path)
     for rank in range(2):
         record = pickle.loads((tmp_path / f"{diagnostics.TRACE}{rank}").read_bytes())

@@ -91,7 +91,7 @@ def architecture(kind: str, folder: Path, length: int = 12) -> dict[str, Any]:
 
 @register_model
 def tiny_siglip(**options: Any) -> VisionTransformer:
-    """A small tower like timm's vit_base_patch16_siglip_224."""
+    """Build a small tower like timm's vit_base_patch16_siglip_224."""
     size = {"patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
     return VisionTransformer(
         32,
@@ -105,5 +105,5 @@ def tiny_siglip(**options: Any) -> VisionTransformer:
 
 @register_model
 def tiny_siglip2(**_: Any) -> VisionTransformer:
-    """A small tower like timm's vit_giantopt_patch16_siglip_256."""
+    """Build a small tower like timm's vit_giantopt_patch16_siglip_256."""
     return tiny_siglip(act="gelu_tanh")

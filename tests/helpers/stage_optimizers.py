@@ -40,7 +40,7 @@ def is_between_stages() -> bool:
 
 
 KILLED_AT = "KILLED_AT"
-"""Name of the environment variable for AdamWUntilKilled: the number of a step, or "border"."""
+"""Environment variable that tells AdamWUntilKilled when to kill its process: a number of a step, or "border"."""
 
 
 class AdamWUntilKilled(torch.optim.AdamW):

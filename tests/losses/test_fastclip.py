@@ -293,7 +293,7 @@ def test_gamma_by_hand():
     half = build_loss("fastclip_v1")
     half.set_num_samples(8, 7 * 8)
     assert isinstance(half, FastCLIPLoss)
-    assert half.gamma_epochs == 3, "half the epochs of the run"
+    assert half.gamma_epochs == 3, "the default must be half the epochs of the run"
     quarter = 0.2 + 0.8 * (1 + 0.5**0.5) / 2
     fractional = gammas("fastclip_v3", gamma="fractional", gamma_epochs=2)
     assert fractional == pytest.approx([1.0, quarter, 0.6, 1.2 - quarter, 0.2, 0.2])

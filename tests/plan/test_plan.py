@@ -323,7 +323,7 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     assert "\nfits: 0." in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
     assert config.optim.warmup_steps == config.num_steps // 10, (
-        "the default of 2,000 warmup steps is longer than the run"
+        "the default of 2,000 warmup steps would be longer than the run"
     )
     assert config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1000
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)

@@ -32,7 +32,7 @@ STEPS = MIN_HISTORY + 3
 
 
 def with_spikes(run: Run, number: int) -> None:
-    """A hook that causes spikes: it multiplies the loss by 10 on all ranks, and later the gradient by 1,000 on rank 1.
+    """Cause spikes, as a hook: multiply the loss by 10 on all ranks, and later the gradient by 1,000 on rank 1.
 
     1,000 is small enough that the gradient does not overflow in fp16.
     """
