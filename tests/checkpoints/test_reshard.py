@@ -168,9 +168,8 @@ def test_states_are_the_same_to_the_bit_in_every_shape(whole: Path, tmp_path: Pa
 def test_frozen_parameters_come_from_the_checkpoint(stage: int, tmp_path: Path) -> None:
     model = {"name": write_tiny(tmp_path, BPE_SIZE), "lock_image": True}
     pretrained = build_model(ModelSettings(**model)).state_dict()
-    pretrained["logit_scale"] = pretrained["logit_scale"].reshape(
-        ()
-    )  # 0-d, as in files of open_clip
+    # In files of open_clip, the scale is 0-d.
+    pretrained["logit_scale"] = pretrained["logit_scale"].reshape(())
     torch.save(pretrained, tmp_path / "weights.pt")
     run_on(
         tmp_path,

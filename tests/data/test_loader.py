@@ -234,9 +234,8 @@ def test_micro_batches_are_the_same_in_both_passes(
     try:
         for step in range(6):
             expected, data = read_step(reference), loader.start_step()
-            given_up = (
-                step == 3
-            )  # a step whose second pass is not finished must not affect the next one
+            # A step whose second pass is not finished must not affect the next one.
+            given_up = step == 3
             second = islice(loader.second_pass(), 2 if given_up and K > 2 else K - 1)
             passes = chain(enumerate(loader.first_pass()), enumerate(second))
             for k, batch in passes:

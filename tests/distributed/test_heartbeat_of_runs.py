@@ -33,9 +33,8 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
         nonlocal calls
         if type(module).__name__ == "VisionTransformer" and number == 1:
             calls += 1
-            if (
-                calls == 5
-            ):  # in step 2: a step calls it three times, because it repeats one of two micro-batches
+            # This is in step 2: each step calls the tower three times, because it repeats one of two micro-batches.
+            if calls == 5:
                 sleep_for_ever()
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)

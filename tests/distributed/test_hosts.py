@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,12 +21,11 @@ from disco_ds.launch.hosts import read_hostfile
 from disco_ds.training.build import build, open_folder
 from helpers.cluster import marked, tool
 from helpers.dist import free_port, run_ranks
+from helpers.launched import SAME, records
 from helpers.minimal import settings
 from helpers.paths import ROOT
 
 BIN = Path(sys.executable).parent
-
-SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
 QUICKSTART = ["--config", "quickstart", "samples=null", "global_batch=128", "micro_batch=64"]
 QUICKSTART += [
     "optim.warmup_steps=5",
@@ -44,11 +42,6 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) ->
             return value
         time.sleep(0.1)
     pytest.fail(f"waited {timeout_s} s for {what}")
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # Hostfiles and environment files

@@ -384,9 +384,8 @@ def test_command_prints_a_table_and_writes_json(layouts):
         cwd=layouts,
     )
     assert done.returncode == 0, done.stderr
-    lines = [
-        line.split() for line in done.stdout.splitlines() if not line.startswith("[")
-    ]  # DeepSpeed's
+    # Lines that begin with a bracket are from DeepSpeed.
+    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("[")]
     assert [line[0] for line in lines] == ["zero-shot", "folder", "benchmark", "retrieval", "c"]
     assert lines[1][-3:] == ["3", "5", "1"]
     folder, _, captioned = json.loads((layouts / "out.json").read_text())["sets"]

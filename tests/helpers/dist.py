@@ -46,9 +46,8 @@ def run_ranks(
     """
     context = multiprocessing.get_context(method)
     port = free_port()
-    output = Connection(
-        os.dup(1), readable=False
-    )  # a Connection can be sent to the ranks, a file descriptor cannot
+    # A Connection can be sent to the ranks, but a file descriptor cannot.
+    output = Connection(os.dup(1), readable=False)
     pipes, processes = [], []
     for rank in range(size):
         receive, send = context.Pipe(duplex=False)

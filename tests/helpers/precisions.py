@@ -33,11 +33,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ZERO3_ONLY = ("offload", "partitioned")
 
 
-REFUSED = {
-    ("bf16", 0),
-    ("bf16_wire", 0),
-    ("fp16", 0),
-}  # tests/config/test_ds_config.py checks that these are refused
+REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}
+"""Pairs (precision, ZeRO stage) that are refused. tests/config/test_ds_config.py checks that."""
 
 
 MATRIX = [

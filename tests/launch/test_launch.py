@@ -137,9 +137,8 @@ def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> 
             targets["wrapper" if victim == "data worker" else victim].terminate()
         code = process.wait(timeout=120)
         took = time.monotonic() - start
-        end_s = (
-            20 if victim == "wrapper, killed" else 5
-        )  # a killed wrapper cannot wait for its ranks
+        # A killed wrapper cannot wait for its ranks.
+        end_s = 20 if victim == "wrapper, killed" else 5
         mark = process.marker  # type: ignore[attr-defined]
         wait_for(
             lambda: not marked(mark) and not members(session), "every process to end", folder, end_s

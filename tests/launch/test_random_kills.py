@@ -41,9 +41,8 @@ def kind_of(process: psutil.Process) -> str | None:
         return "front end"
     if "disco_ds.train" in line:
         return "rank"
-    if is_fork_server(
-        line
-    ):  # the data workers are children of a fork server, with the same command line
+    # The data workers are children of a fork server, with the same command line.
+    if is_fork_server(line):
         parent = process.parent()
         return "data worker" if parent and is_fork_server(words(parent)) else None
     return "wrapper" if line[1:4] == ["-m", "disco_ds", "launch"] else None

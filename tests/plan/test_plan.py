@@ -461,9 +461,8 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
 def test_backward_hides_all_but_the_last_bucket() -> None:
     assert hide(6.0, 100.0, 3) == pytest.approx(4.0)
     assert hide(6.0, 100.0, 1) == 0.0
-    assert hide(90.0, 30.0, 3) == pytest.approx(
-        20.0
-    )  # the first of 3 buckets is ready after a third of the window
+    # The first of 3 buckets is ready after a third of the window.
+    assert hide(90.0, 30.0, 3) == pytest.approx(20.0)
 
 
 def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:

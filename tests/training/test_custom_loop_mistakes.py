@@ -176,9 +176,8 @@ def mistakes_of_forwards() -> None:
     assert "the logit scale differs" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE * (1 + n / 10_000))
     )
-    contrastive_step(
-        model, loss, batch, forward, scale=SCALE
-    )  # the refusal has left nothing behind
+    # After the refusal, a correct step must still work.
+    contrastive_step(model, loss, batch, forward, scale=SCALE)
     ids = torch.zeros(8, dtype=torch.int64) if n else None
     assert "some ranks pass group_id" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE, group_id=ids)

@@ -21,7 +21,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
-from helpers.faults import leave_out, start
+from helpers.faults import leave_out, nothing, start
 from helpers.launched import CASES, FP32, SAME, equal_checkpoints, records
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
@@ -47,12 +47,8 @@ def with_spikes(run: Run, number: int) -> None:
     hook = run.loss.register_forward_hook(spoil)
 
 
-def healthy(run: Run, number: int) -> None:
-    pass
-
-
 def run_once(
-    path: Path, name: str, *overrides: str, at: Any = healthy, resume: str | None = None
+    path: Path, name: str, *overrides: str, at: Any = nothing, resume: str | None = None
 ) -> Path:
     """Train the tiny model, by default with warmup in all steps. Return the run folder. Collective."""
     own = [
@@ -199,7 +195,7 @@ def scale_at_its_bound(path: Path) -> None:
     assert signs(held) == {"scale_at_bound": 1}, "the scale begins at 14.3, above the bound"
 
 
-def quickstart(folder: Path, seed: int, *overrides: str, at: Any = healthy) -> dict[str, int]:
+def quickstart(folder: Path, seed: int, *overrides: str, at: Any = nothing) -> dict[str, int]:
     own = [
         f"runs={folder}",
         f"name=seed-{seed}",
