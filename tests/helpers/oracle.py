@@ -130,7 +130,7 @@ def features(
         D: Width.
         dtype: Type of the result.
         kind: "random": image and text of a pair are a little similar; "aligned": nearly equal; "repeated": as random,
-            but every third text is the same.
+            but every third text equals the first one.
         seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)

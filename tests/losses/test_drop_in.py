@@ -82,7 +82,7 @@ def train_all(through_ddp: bool) -> None:
         model = Towers(bias)
         wrapped = DistributedDataParallel(model) if through_ddp else model
         loss = cls(rank=n, world_size=N, **options)
-        for _ in range(2):  # the second call skips most checks
+        for _ in range(2):  # the second call checks only shapes
             model.zero_grad()
             value = loss(**wrapped(image, text), output_dict=True)["contrastive_loss"]
             value.backward()
