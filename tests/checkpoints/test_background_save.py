@@ -383,7 +383,7 @@ def test_remove_old_leaves_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def remove_slowly(path: Path) -> None:
-    """Save steps 8 and 16 on a file system that has not removed the checkpoint of step 8 until batch 22."""
+    """Save steps 8 and 16, on a file system that takes until batch 22 to remove the checkpoint of step 8."""
     gate, opened = threading.Event(), []
     rmtree = shutil.rmtree
 

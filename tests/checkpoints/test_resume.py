@@ -454,7 +454,7 @@ def test_epochs_are_counted_from_the_data_and_resumed(tmp_path: Path) -> None:
 
 
 def test_epochs_are_counted_in_whole_samples(tmp_path: Path) -> None:
-    """A thousand samples, 100 per step: 0.1 epochs are one step, though 0.3 // 0.1 is 2."""
+    """With 1,000 samples and 100 per step, 0.1 epochs are exactly one step. In floats, 0.3 // 0.1 would be 2."""
     own = ["global_batch=100", "micro_batch=100", "steps=10", "checkpoint.every_epochs=0.1"]
     config = load_config(recipe(tmp_path), own)
     run: Any = SimpleNamespace(

@@ -256,7 +256,7 @@ def marked_namespaces(spaces: set[int]) -> list[str]:
 def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(
     tmp_path: Path, possible: None, marker: str
 ) -> None:
-    """On Ctrl-C, DeepSpeed's front end kills by name. That must reach the simulated hosts, but not this machine."""
+    """On Ctrl-C, DeepSpeed's front end kills processes by name, but must not reach processes outside of the hosts."""
     python = (BIN / "deepspeed").read_text().splitlines()[0].removeprefix("#!")
     job = ["bash", "-c", f"exec -a '{python} -u -m deepspeed.launcher.launch' sleep 500"]
     with tool.LocalCluster(timeout_s=550) as cluster, subprocess.Popen(job) as outside:

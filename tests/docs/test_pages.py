@@ -132,6 +132,7 @@ def test_broken_link_is_found(text: str) -> None:
         "```\ndisco-ds plan --config my.yaml --rank 8   # one rank\n```",
         "`make tests`",
         "    python tools/bench.py\n",
+        "`pytest tests/training/test_nothing.py`",
         "    python -m tools.bench.nothing\n",
         "`deepspeed --module disco_ds.training.train`",
         "`disco-ds train --config quikstart`",

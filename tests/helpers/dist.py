@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes with a free port and a timeout. One spawn serves many cases."""
+"""Real ranks for tests: gloo processes with a free port and a timeout. Starting them takes long, so share them."""
 
 from __future__ import annotations
 

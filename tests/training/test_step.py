@@ -438,7 +438,7 @@ def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
 
 
 def overflowing(model: str) -> None:
-    """Check that steps with a far too large loss scale change no weights, and that the first other step is correct."""
+    """Check that steps whose loss scale is far too large change no weights, and that the first one that fits is right."""
     for stage in (1, 2, 3):
         scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         zero = {"zero_optimization": {"stage": stage}}
