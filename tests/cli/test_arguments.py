@@ -289,7 +289,7 @@ def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
 def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
     shell: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "x").touch()  # * and ? could match it
+    (tmp_path / "x").touch()  # a shell could replace * and ? by this name
     config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
     args = parse_args(
         [

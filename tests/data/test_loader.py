@@ -63,7 +63,7 @@ def test_epochs_hold_every_sample_once(reference: Any) -> None:
 
 
 def test_order_stays_what_it_is(reference: Any) -> None:
-    # A change here changes the order of every run that resumes.
+    # If these values changed, the data order of every resumed run would change.
     steps, _ = reference
     assert steps[0][:6] == [(2, 0), (59, 0), (114, 0), (153, 0), (26, 0), (43, 0)]
     assert steps[7][:3] == [(51, 1), (72, 1), (12, 1)]
@@ -100,7 +100,7 @@ def test_order_continues_with_the_next_sample_at_another_batch(
 ) -> None:
     expected = [sample for step in reference[0] for sample in step]
     state, done = None, 0
-    # 12 samples are not a multiple of 8 ranks, 92 not of 8 slots.
+    # After 12 and after 92 samples, the batch changes in the middle of a turn of the 8 slots.
     for size, batch, steps in ((4, 12, 1), (8, 40, 2), (1, 6, 2), (8, 16, 1), (2, 48, 3)):
         micro_batch = batch // size if size > 1 else 3
         given = {"batch": batch, "micro_batch": micro_batch, "state": state}

@@ -51,7 +51,7 @@ def test_bucket_is_counted_by_what_it_publishes_and_read_in_the_order_of_the_fol
     to, cache = tmp_path / "m.json", tmp_path / "cache"
     part = "s3://bucket/part/{00000..00004}.tar"
     assert run(part, "--to", to, "--cache", cache) == 0
-    # Lists and small files only.
+    # Only listings and small files may be transferred.
     assert s3.sent < 20_000
     assert not cache.exists()
     # The last shard publishes no count, so it is fetched, and kept for the run.

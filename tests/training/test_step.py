@@ -224,8 +224,8 @@ def compare_updates(model: str, limit: float, *how: Any) -> None:
         assert error <= limit, f"ZeRO {stage}, {count} micro-batches: {error}"
 
 
-# The reductions of a CPU do not run on another stream, so these tests show that the buckets contain the right gradients
-# when backward fills them, and not that a stream waits for another one.
+# On a CPU, reductions do not run on a separate stream. So these tests show that buckets are filled with the right
+# gradients during backward, but not that the streams of a GPU wait for each other.
 
 
 def test_overlapped_reductions_change_no_update(tmp_path):
@@ -438,7 +438,7 @@ def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
 
 
 def overflowing(model: str) -> None:
-    """Check that steps whose loss scale is far too large change no weights, and that the first one that fits is right."""
+    """Check that steps whose loss scale is too large change no weights, and that the first one that fits is right."""
     for stage in (1, 2, 3):
         scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         zero = {"zero_optimization": {"stage": stage}}
