@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from disco_ds.data import Manifest
-from helpers import machine  # before anything asks for the accelerator
+from helpers import machine  # first, because it selects the accelerator
 from helpers.cluster import marker, possible  # noqa: F401 (fixtures of several test files)
 from helpers.dist import start_server
 from helpers.minimal import MINIMAL
@@ -37,5 +37,5 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Shards of uneven sizes."""
+    """Write shards of uneven sizes."""
     return write_shards(tmp_path_factory.mktemp("shards"), SIZES)

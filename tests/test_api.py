@@ -62,7 +62,7 @@ def test_export_names_what_it_does_not_know(
 
 
 def test_torch_s_deprecations_of_what_deepspeed_calls_are_hidden_in_own_loops() -> None:
-    """DeepSpeed 0.19 calls collectives by names that torch 2.14 deprecates."""
+    """DeepSpeed 0.19 calls collectives by names that are deprecated in torch 2.14."""
     text = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
     code = f"import warnings, disco_ds.losses; warnings.warn({text!r}, FutureWarning)"
     command = [sys.executable, "-W", "error::FutureWarning", "-c", code]

@@ -1,7 +1,7 @@
 """Tests that need one GPU (`make test-gpu`). REHEARSE=1 runs them on the CPU.
 
-Kernels, the step at every stage and precision, a demo that learns, a run that is killed and resumed, the doctor.
-Each test runs in a separate process with a timeout.
+They check the kernels, a step at every stage and precision, that the demo learns, a run that is killed and resumed, and
+the doctor. Each test runs in a separate process with a timeout.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ ON_GPU = DEVICE == "cuda"
 
 
 def run(command: list[str], timeout_s: float, folder: Path) -> str:
-    """Run a program and return its output. The test fails if the program fails or takes too long. All processes of
-    its session are ended.
+    """Run a program and return its output. Then end all processes that it has left.
+
+    The test fails if the program fails or takes too long.
     """
     environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     log = folder / "said.txt"
@@ -79,7 +80,7 @@ def run(command: list[str], timeout_s: float, folder: Path) -> str:
 
 
 def jobs() -> int:
-    """Slices of check_kernels.py at once, each in up to 10 GB."""
+    """Return how many slices of tools/check/kernels.py may run at once. Each needs up to 10 GB."""
     return (
         max(1, min(6, torch.cuda.get_device_properties(0).total_memory // (12 * 10**9)))
         if ON_GPU
@@ -126,9 +127,14 @@ CASTS = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16
 def one_graph(
     config: Any, chunks: list[Batch], device: torch.device, cast: str, **given: Any
 ) -> dict[str, Tensor]:
-    """Gradient of the full-batch loss by one graph without an engine. cast: as in towers.reference, or float64.
+    """Compute the gradient of the full-batch loss with one graph and without an engine.
 
-    given: dropout of the text tower, states: of the generators before each chunk's forward.
+    Args:
+        config: The settings.
+        chunks: The micro-batches.
+        device: Device of the towers.
+        cast: Precision of the towers: fp32, autocast, bf16, fp16 or float64.
+        given: `dropout` of the text tower, and `states` of the generators before the forward of each chunk.
     """
     model = (
         build_towers(config, given.get("dropout", 0.0))
@@ -143,9 +149,8 @@ def one_graph(
             rows.append(model(chunk["image"].to(device), chunk["text"].to(device)))
     image, text = (torch.cat([row[side] for row in rows]).cpu() for side in (0, 1))
     _, _, scale, bias = rows[-1]
-    factor = (
-        256.0 if cast == "fp16" else 1.0
-    )  # gradients of a mean over the batch would be subnormal
+    # In fp16, the gradients of a mean over the batch would be subnormal, so scale the loss.
+    factor = 256.0 if cast == "fp16" else 1.0
     (
         factor
         * write_down(
@@ -159,7 +164,7 @@ def one_graph(
 def one_step(
     config: Any, chunks: list[Batch], dropout: float = 0.0
 ) -> tuple[dict[str, Tensor], list[Rng]]:
-    """Return the gradient of one update, and the states of the generators before each micro-batch's first forward."""
+    """Take a step. Return its gradient, and the states of the generators before the first forward of each chunk."""
     device, states = comm.local_device(), []
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +197,7 @@ def settings(model: str, precision: str, stage: int, count: int, loss: str) -> A
 def step_errors(
     model: str, cases: list[tuple[str, int, int, str]]
 ) -> dict[tuple[str, int, int, str], dict[str, float]]:
-    """The step's error, that of the same precision and device without an engine, and the most that is allowed."""
+    """Return for each case the error of a step, the error without an engine ("alone"), and the allowed error."""
     device, found, rough = comm.local_device(), {}, {}
     for case in cases:
         precision, _, count, loss = case
@@ -205,7 +210,7 @@ def step_errors(
                 one_graph(config, whole, device, precision), true
             )
         alone = rough[precision, count, loss]
-        # cuDNN's convolutions take TF32 where nothing forbids it.
+        # By default, cuDNN's convolutions use TF32.
         unit = UNIT["tf32" if precision == "fp32" and device.type == "cuda" else precision]
         limit = max(1e-5, min(2 * alone, ROUNDINGS * unit))
         found[case] = {
@@ -218,11 +223,10 @@ def step_errors(
 
 @pytest.mark.timeout(150)
 def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
-    """Every stage and precision, in one micro-batch and in three, against one graph of the whole batch on the CPU.
+    """Compare steps of every stage and precision with one graph of the whole batch in float64 on the CPU.
 
-    Allowed: twice the error that the same precision has on this device without an engine, and never more than the
-    roundings on the longest way through the towers add up to. A missing or doubled term would cause a far larger
-    error.
+    The allowed error is twice that of the same precision and device without an engine, but not more than the sum of the
+    roundings on the longest path through the towers. A missing or doubled term would cause a far larger error.
     """
     cases = [
         (precision, stage, count, "disco")
@@ -247,7 +251,7 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
 
 
 def replay_errors(model: str) -> list[tuple[float, float]]:
-    """With dropout: compare a step with a graph that has the same random numbers, and with one that has others."""
+    """Compare a step with dropout with a graph that has the same random numbers, and with one that has others."""
     device, found = comm.local_device(), []
     for stage in (1, 3):
         config = settings(model, "fp32", stage, 3, "disco")
@@ -263,7 +267,7 @@ def replay_errors(model: str) -> list[tuple[float, float]]:
 
 @pytest.mark.timeout(100)
 def test_random_draws_are_replayed(tmp_path: Path) -> None:
-    """Dropout draws from the device's generator, which the second forward must find as the first did."""
+    """Dropout draws from the generator of the device, which must be restored before a forward is repeated."""
     (found,) = run_ranks(
         replay_errors, 1, write_tiny(tmp_path, patch_dropout=0.5), timeout_s=90, method="spawn"
     )
@@ -276,7 +280,7 @@ def test_random_draws_are_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_demo_learns(tmp_path: Path) -> None:
-    """An eighth of the quickstart, which reaches 4% and 7% on a CPU; a twentieth in a rehearsal."""
+    """Train on an eighth of the quickstart's samples, which gives 4% and 7% on a CPU; on a twentieth in a rehearsal."""
     samples, times_chance = (20_000, (20, 5)) if ON_GPU else (8_000, (2, 2))
     run(["-m", "tools.make.demo", f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
     folder = tmp_path / "runs" / "quickstart"
@@ -308,7 +312,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         f"runs={tmp_path}",
         "steps=24",
         "checkpoint.keep_last=9",
-        "model.compile=false",  # three starts that compile would take longer than the limits
+        "model.compile=false",  # compiling in three processes would take too long
     ]
     run([*train, "name=whole"], 80, tmp_path)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -352,8 +356,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         read_weights(path / "checkpoints" / f"step-{step:08d}").tensors
         for path, step in ((whole, 3), (whole, 24), (cut, 24))
     )
-    # On a GPU sums come in any order. A run that had lost its moments or a step would differ by a large part of the
-    # change.
+    # On a GPU, the order of additions varies. A run that had lost its moments or a step would differ far more.
     assert change(resumed, end) <= (0.05 if ON_GPU else 0.0) * change(end, start)
 
 

@@ -1,4 +1,4 @@
-"""The import rules of the package, read from its syntax trees: who may import whom, and who may name DeepSpeed."""
+"""The import rules of the package, checked on its syntax trees: which modules may import which, and use DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ LAYERS = {
     "cli": 9,
     **dict.fromkeys(("train", "evaluate", "doctor.__main__", "__main__"), 10),
 }
-"""Room -> layer. A room imports itself and layers strictly below. An entry inside a room stands for itself."""
+"""Room (a folder or module below disco_ds) -> layer. A room may import itself and rooms of lower layers.
+
+A module of a room that is listed here counts as a separate room.
+"""
 
 ONLY_IMPORTS = {
     "losses": {"losses", "distributed", "names"},
@@ -42,7 +45,7 @@ ONLY_IMPORTS = {
 
 @cache
 def modules() -> dict[str, str]:
-    """Dotted name below disco_ds -> source."""
+    """Return dotted name of a module below disco_ds -> its source code."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -55,7 +58,7 @@ def modules() -> dict[str, str]:
 
 @cache
 def imports(name: str, source: str) -> tuple[str, ...]:
-    """Absolute dotted name of everything that a module below disco_ds imports, for type checking too."""
+    """Return the absolute dotted names that a module below disco_ds imports, including those for type checking."""
     return tuple(_imports(name, source))
 
 
@@ -69,7 +72,7 @@ def _imports(name: str, source: str) -> Iterator[str]:
                 *(package[: -node.level] if node.level else []),
                 *([node.module] if node.module else []),
             ]
-            # `from a import b` may import the module a.b or a name of a: the longer form covers both.
+            # `from a import b` may import the module a.b or a name in a. Use a.b for both.
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
@@ -78,7 +81,7 @@ def room_of(name: str) -> str:
 
 
 def subjects(name: str, source: str) -> Iterator[str]:
-    """The other subjects of disco_ds that a module imports."""
+    """Yield the other rooms of disco_ds that a module imports."""
     own = room_of(name)
     for target in imports(name, source):
         root, *rest = target.split(".")
@@ -89,7 +92,7 @@ def subjects(name: str, source: str) -> Iterator[str]:
 
 
 def broken_rules(name: str, source: str) -> list[str]:
-    """Imports of a module that the layers do not allow."""
+    """Return descriptions of a module's imports that the layers do not allow."""
     own = room_of(name)
     if own not in LAYERS:
         return [f"{own} has no layer: put it into LAYERS"]
@@ -107,7 +110,7 @@ def broken_rules(name: str, source: str) -> list[str]:
 
 
 def names_communication(name: str, source: str) -> list[str]:
-    """Imports and attributes of a module that reach for torch.distributed or deepspeed.comm."""
+    """Return the imports and attributes with which a module uses torch.distributed or deepspeed.comm."""
     spelled = list(imports(name, source))
     spelled += [
         ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)

@@ -29,7 +29,7 @@ OPTIONAL = {
 
 
 def declared() -> dict[str, set[str]]:
-    """Names of the distributions that setup.py asks for: `install`, and each extra."""
+    """Return the names of the packages that setup.py requires: for "install", and for each extra."""
     call = next(
         node
         for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
@@ -53,7 +53,7 @@ def ast_items(node: ast.expr) -> dict[str, ast.expr]:
 
 
 def imported(source: str) -> set[str]:
-    """Top-level names that a module imports absolutely, wherever it does."""
+    """Return the top-level names that a module imports, also inside functions. Omit relative and standard imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def imported(source: str) -> set[str]:
 
 
 def undeclared(folder: Path, allowed: set[str], own: set[str]) -> set[str]:
-    """Imports below a folder that come from no distribution allowed."""
+    """Return the names imported below a folder that do not belong to an allowed package, or to `own`."""
     names = set().union(
         *(imported(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
     )
@@ -98,7 +98,7 @@ def test_import_is_found_wherever_it_stands(source: str) -> None:
 
 @needs_fp16
 def test_fp16_can_be_hidden_from_every_process() -> None:
-    """With this variable, tests on a machine with fp16 run as on a machine without."""
+    """With this variable, the tests run on a machine with fp16 as on one without."""
     code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(
@@ -127,7 +127,7 @@ print([line.found for line in check_versions() if line.status == "fail"])
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_path: Path) -> None:
-    """In an environment that shares this one's packages, but for those that open_clip_train wants in other versions."""
+    """The environment shares this one's packages, except those of which open_clip_train needs other versions."""
     write_shards(tmp_path / "shards", [8])
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)

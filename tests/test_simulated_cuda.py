@@ -1,4 +1,4 @@
-"""The project's GPU path on a GPU that is simulated: mixed devices, and what the host waits for."""
+"""The package on a simulated GPU: no tensor is on the wrong device, and the host waits only where it must."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OURS = {
     ("cudaEventSynchronize", "losses/blocks.py read_fits"): 1,
     ("copies to host", "distributed/comm.py largest_of"): 1,
 }
-"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what
-all ranks have agreed on. It also waits for the gradient norm, once."""
+"""What the host waits for in functions of this package, in a step that is not logged: whether one shift suffices for
+all sums, and what all ranks have agreed on. It also waits once for the gradient norm (NORM)."""
 IN_PATCH = {("copies to host", "distributed/deepspeed_quirks.py compute_norm"): 1}
 NORM = {
     0: {("copies to host", "training/engine.py backward_and_step"): 1},
@@ -35,7 +35,7 @@ NORM = {
     2: IN_PATCH,
     3: {},
 }
-"""The wait for the gradient norm inside a step, by ZeRO stage."""
+"""ZeRO stage -> the wait for the gradient norm in a step."""
 Outcomes = dict[str, Outcome]
 
 
@@ -70,7 +70,7 @@ def test_runs_on_the_device_slow(name, slow):
 @pytest.mark.parametrize("name", STRAY)
 def test_a_tensor_of_the_cpu_is_refused(name, fast):
     wanted = {
-        "stray in a collective": "which NCCL does not take",
+        "stray in a collective": "NCCL does not accept a tensor on the CPU",
         "stray in a step": "two (different )?devices",
     }
     error = fast[name].error

@@ -1,1 +1,1 @@
-"""What developers and operators run from a clone of the repository (README.md)."""
+"""Programs that developers and operators run from a clone of the repository (README.md)."""

@@ -1,4 +1,4 @@
-"""Asynchronous saves: the copy, the same files as a synchronous save writes, failures, a killed writer."""
+"""Asynchronous saves: the copy in host memory, equality with synchronous saves, failures, and killed writers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_copy_equals_the_original_and_outlives_its_change() -> None:
     state["holder"].scale = 1.0
     written = io.BytesIO()
     torch.save(copy, written)
-    assert written.tell() < 10_000, "no file contains the memory of other tensors"
+    assert written.tell() < 10_000, "a view must be copied without the tensor that it is a part of"
     written.seek(0)
     loaded = torch.load(written, weights_only=False)
     assert list(loaded) == list(original)
@@ -107,7 +107,7 @@ def slow_disk(run: Run, number: int) -> None:
 
 
 def both_ways(path: Path, name: str, deepspeed: dict[str, Any]) -> None:
-    """Save every other step, asynchronously and synchronously: the same files, and the same metrics."""
+    """Check that asynchronous and synchronous saves of every other step give the same files and metrics."""
     own = ["steps=6", "checkpoint.keep_last=9", "log.tensorboard=false", "model.patch_dropout=0.5"]
     folders, fsync = {}, os.fsync
     for way in ("true", "false"):
@@ -126,7 +126,7 @@ def both_ways(path: Path, name: str, deepspeed: dict[str, Any]) -> None:
         finally:
             os.fsync = fsync
         assert any(comm.gather_objects(any(in_flight))[:1]) == (way == "true"), (
-            "training has continued meanwhile"
+            "only an asynchronous save may still be writing when the next batch is trained"
         )
         folders[way] = run.folder
     if comm.rank() == 0:
@@ -159,7 +159,7 @@ def test_asynchronous_checkpoint_at_every_stage(tmp_path: Path) -> None:
 
 
 def limit_files(first: int, last: int) -> At:
-    """While these batches are trained, rank 1 cannot write more than 64 kB to a file."""
+    """Return a hook: from batch `first` until batch `last`, rank 1 cannot write more than 64 kB to a file."""
 
     def at(run: Run, number: int) -> None:
         if comm.rank() == 1 and number in (first, last):
@@ -170,7 +170,7 @@ def limit_files(first: int, last: int) -> At:
 
 
 def failing_writer(path: Path) -> None:
-    """Batches 1 to 4 are trained while rank 1's disk is full: the save of step 2 fails, that of step 6 does not."""
+    """Train while rank 1 cannot write large files, until batch 6: the first save fails, and a later one succeeds."""
     config = load_config(
         path, ["steps=8", "checkpoint.every_steps=2", "name=fails", "log.tensorboard=false"]
     )
@@ -185,7 +185,9 @@ def failing_writer(path: Path) -> None:
         train(run)
     assert max(failed) >= 1
     assert run.saver.num_failed == 0
-    assert len(set(map(str, comm.gather_objects(failed)))) == 1, "all ranks count the same"
+    assert len(set(map(str, comm.gather_objects(failed)))) == 1, (
+        "all ranks must count the same failures"
+    )
     assert [path.name for path in list_complete(run.folder)][-1] == "step-00000008"
     assert "step-00000002" not in [path.name for path in list_complete(run.folder)]
     assert not list((run.folder / CHECKPOINTS).glob(".step-*"))
@@ -338,7 +340,7 @@ def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: in
 
 
 def write_slowly_on_rank_0(run: Path, timeout_s: float) -> list[str]:
-    """Save with a rank 0 that writes for twice as long as the timeout of a collective."""
+    """Save while rank 0 needs twice the timeout of a collective for its files. Return the log lines of this rank."""
     heard = io.StringIO()
     logging.getLogger("disco_ds").addHandler(logging.StreamHandler(heard))
     jobs.TURN_S, jobs.LOG_EVERY_S = 0.5, timeout_s
@@ -405,7 +407,7 @@ def test_remove_old_leaves_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def remove_slowly(path: Path) -> None:
-    """Save steps 8 and 16. The file system removes the checkpoint of step 8 only after batch 22."""
+    """Save steps 8 and 16, on a file system that takes until batch 22 to remove the checkpoint of step 8."""
     gate, opened = threading.Event(), []
     rmtree = shutil.rmtree
 
@@ -415,7 +417,7 @@ def remove_slowly(path: Path) -> None:
 
     def watch(run: Run, number: int) -> None:
         if 17 < number < 22:
-            time.sleep(0.3)  # for the writer
+            time.sleep(0.3)  # so that the writer of step 16 reaches the removal
         if number == 22:
             gate.set()
 
@@ -429,11 +431,11 @@ def remove_slowly(path: Path) -> None:
     with ExitStack() as stack:
         run = start(load_config(path, overrides), watch, stack)
         train(run)
-    assert opened, "a checkpoint was removed"
-    assert all(opened), "training has not waited for it"
+    assert opened, "no checkpoint was removed"
+    assert all(opened), "training waited for the removal"
     assert [path.name for path in list_complete(run.folder)] == ["step-00000023"]
     waited = {one["step"] for one in records(run.folder) if one.get("time/save_s", 0) > 0}
-    assert waited - {9, 17}, "completing a save counts too"
+    assert waited - {9, 17}, "the time of a step that completes a save must be logged too"
 
 
 def test_removal_of_an_old_checkpoint_stops_no_step(tmp_path: Path) -> None:
@@ -441,14 +443,14 @@ def test_removal_of_an_old_checkpoint_stops_no_step(tmp_path: Path) -> None:
 
 
 class NoMemory(HostCopy):
-    """A copy for which the host has no memory."""
+    """A copy that fails because the host has no memory left."""
 
     def take(self, state: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 def copy_without_memory(path: Path) -> None:
-    """Saves of steps 2 to 8, of which the last finds no memory for its copy."""
+    """Save every other step. From step 8 on, the host has no memory for the copy."""
     complete: list[list[str]] = []
 
     def watch(run: Run, number: int) -> None:
@@ -490,8 +492,16 @@ def cut_inside(run: Path, since: float, step: int = 0) -> str:
 
 
 def live(path: Path, name: str, victim: int | None, wanted: str, more: int, after: float) -> None:
-    """Train from the last checkpoint; `after` seconds after the `more`-th save is seen copying or writing, the victim
-    kills itself."""
+    """Train from the last checkpoint. The rank `victim` kills itself during the `more`-th save.
+
+    Args:
+        path: The recipe.
+        name: Name of the run.
+        victim: The rank, or None if no rank dies.
+        wanted: What the save is doing when the rank dies: "copy" or "write".
+        more: Number of the save in this process, from 1.
+        after: Seconds between the moment at which the save is seen doing this, and the kill.
+    """
     since = time.time()
     take = HostCopy.take
 
@@ -499,7 +509,7 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
         partial = next(path.parent.name for path in state if path.name.startswith("rank_"))
         note = run.folder / f"copying{partial}-{comm.rank()}"
         note.touch()
-        time.sleep(0.05)  # the copy of a tiny model is shorter than a kill takes
+        time.sleep(0.05)  # copying a tiny model takes less time than a kill
         copy = take(host, state)
         note.unlink()
         return copy
@@ -508,7 +518,7 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
 
     def watch(folder: Path, step: int) -> None:
         while True:
-            with suppress(OSError):  # renamed meanwhile
+            with suppress(OSError):  # the folder was renamed in the meantime
                 if cut_inside(folder, since, step) == wanted:
                     break
             time.sleep(1e-4)
@@ -534,7 +544,7 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * KILLS)
 def test_kills_inside_copies_and_writes_change_nothing(tmp_path: Path) -> None:
-    """DISCO_DS_TEST_KILLS=50 makes it fifty: a third in copies, two thirds in writes or just after."""
+    """A third of the kills are aimed at copies, the others at writes. DISCO_DS_TEST_KILLS sets their number."""
     path, draw, cut = recipe(tmp_path), random.Random(0), []
     run_ranks(live, 2, path, "whole", None, "nothing", 0, 0.0)
     run, whole = tmp_path / "runs" / "cut", tmp_path / "runs" / "whole"

@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: settings that must not change on resume, and when files are parsed."""
+"""Checkpoints without an engine: settings that must not change on resume, damaged files, and shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from helpers.towers import TINY, tiny_config
 
 
 def stored(same: dict[str, Any]) -> dict[str, Any]:
-    """Return it as it is read from checkpoint.json."""
+    """Return the settings as they are read back from checkpoint.json."""
     return json.loads(json.dumps(same))
 
 
@@ -122,7 +122,7 @@ def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
     ],
 )
 def test_refuse_changes_lets_the_rest_change(changes: dict[str, Any]) -> None:
-    # Tuples come back as lists.
+    # A tuple in the settings becomes a list in checkpoint.json, which is not a change.
     kept = {"data__crop_scale": (0.5, 1.0), "optim__betas": (0.9, 0.95)}
     refuse_changes(stored(identify(**kept)), identify(**kept, **changes))
 
@@ -175,11 +175,11 @@ def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
         list(read(path).states("data"))
     assert not mark.exists()
     torch.load(path / "rank_00000.pt", weights_only=False)
-    assert mark.exists(), "the planted code is none"
+    assert mark.exists(), "the planted code does nothing, so this test proves nothing"
 
 
 def test_generators_resume_from_a_checkpoint(tmp_path: Path) -> None:
-    numpy.random.standard_normal()  # half a pair is left over for the next
+    numpy.random.standard_normal()  # numpy draws pairs; the generator now keeps the second number
     state = _rng_state()
     drawn = random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
     path = write_checkpoint(tmp_path, 1, ranks=0)
@@ -219,7 +219,7 @@ def test_shapes_differ_by_who_holds_what_not_by_communication_settings() -> None
 
 
 def verify_on_a_slow_disk(path: Path) -> None:
-    """Reading rank 0's file takes longer than the timeout of a collective."""
+    """Verify a checkpoint when reading rank 0's file takes longer than the timeout of a collective."""
     slow = path / "rank_00000.pt"
 
     def answer(data: bytes) -> None:
@@ -227,7 +227,7 @@ def verify_on_a_slow_disk(path: Path) -> None:
         slow.write_bytes(data)
 
     def replace(meta: dict[str, Any]) -> None:
-        if comm.rank() == 1:  # verifies the second of the three files
+        if comm.rank() == 1:  # this rank verifies the file that is slow
             data = slow.read_bytes()
             slow.unlink()
             os.mkfifo(slow)

@@ -1,4 +1,4 @@
-"""Exports: open_clip, a fresh interpreter and clip_benchmark compute from them what the run computes."""
+"""Exports for open_clip: open_clip, a fresh interpreter and clip_benchmark compute the same as the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def picture(width: int = 50, height: int = 40) -> Image.Image:
 
 
 def write_model(folder: Path, kind: str) -> str:
-    """Return the model.name of a model with open_clip's towers, timm's or ours."""
+    """Write a model config with open_clip's towers, timm's or ours, and return its model.name."""
     if kind == "quickstart":
         return kind
     name = write_tiny(folder, vocab_size=BPE_SIZE)
@@ -71,7 +71,7 @@ def make_run(folder: Path, kind: str, bias: float | None = None) -> tuple[Path, 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-        model(torch.rand(8, 3, *read_preprocessing(model).size))  # moves batch statistics
+        model(torch.rand(8, 3, *read_preprocessing(model).size))  # changes the batch statistics
     run = folder / "run"
     write_run(run, model, name)
     return run, model.eval(), build_tokenizer(ModelSettings(name=name), model)
@@ -101,7 +101,7 @@ def test_open_clip_loads_equal_features_preprocessing_and_tokens(
     for encode, value in (("encode_image", image), ("encode_text", tokens)):
         found, expected = (getattr(each, encode)(value) for each in (loaded, model))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    # Start with the image and the text, so that each library's preparation is compared too.
+    # Start with an image file and a string, so that preprocessing and tokenization are compared too.
     look = read_preprocessing(model)
     pixels = resize_for_evaluation(
         picture(), ImageSpec(look.size, look.interpolation, look.resize_mode)
@@ -203,7 +203,7 @@ def test_command_line_writes_or_says_why_not(
 
 
 def read_blocks(folder: Path, language: str) -> list[str]:
-    """Return the code in an export's README."""
+    """Return the code blocks of this language in an export's README."""
     return re.findall(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
 
 
@@ -250,7 +250,7 @@ CLASSES = 20
 
 
 def write_benchmark(folder: Path) -> tuple[list[str], Tensor, Tensor]:
-    """Write bundled emoji in clip_benchmark's layout, with captions as classes. Return (classes, pixels, labels)."""
+    """Write emoji in clip_benchmark's layout, one class per caption. Return (class names, pixels, labels)."""
     manifest = load_manifest(resolve_shards("bundled:emoji/train"))
     data = settings(data={"image_key": "png", "source": "synthetic"}).data
     samples = list(read_all(manifest, data, ImageSpec((32, 32)), 0, 3, "{json[caption]}"))
@@ -279,7 +279,7 @@ def write_benchmark(folder: Path) -> tuple[list[str], Tensor, Tensor]:
 def learn(
     model: nn.Module, tokenize: Any, names: list[str], pixels: Tensor, labels: Tensor
 ) -> None:
-    """Learn some of the images, so that some of the others are classified correctly."""
+    """Train on half of the images, so that the accuracy on all of them is well above zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = tokenize(names)
     for _ in range(40):
@@ -291,7 +291,7 @@ def learn(
 
 @pytest.fixture(scope="module")
 def benchmark_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create an environment that shares this one's packages, but has an older numpy: clip_benchmark fails with 2.4."""
+    """Create an environment for clip_benchmark, which fails with numpy 2.4: these packages, but an older numpy."""
     folder = tmp_path_factory.mktemp("clip_benchmark")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -348,7 +348,7 @@ def test_clip_benchmark_gives_the_accuracy_of_ours(
 
 
 def script_resumes_over_a_folder_of_sets(python: Path, folder: Path, top1: float) -> None:
-    """The example script repeats only evaluations that have no result."""
+    """Check that a second call of the example script repeats only the evaluation whose result is missing."""
     for name in ("one", "two"):
         shutil.copytree(folder / "set", folder / "sets" / name)
     script = ROOT / "examples" / "benchmark_exports.py"

@@ -1,4 +1,4 @@
-"""A run resumed with another number of ranks, ZeRO stage or precision: the same batches, the same losses."""
+"""Runs resumed with another number of ranks, ZeRO stage or precision have the same batches and losses."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def settings(stage: int, **precision: Any) -> dict[str, Any]:
 
 
 def go(path: Path, resume: str | None) -> None:
-    """Train to the last step; one rank."""
+    """Train to the last step. Runs on every rank."""
     with ExitStack() as stack:
         train(build(load_config(path), resume, stack))
 
 
 def write_again(path: Path, chain: list[dict[str, Any]]) -> None:
-    """Resume and save without a step, with each number of ranks in turn. One rank."""
+    """For each ds_config in turn, resume, save again without a step, and copy the checkpoint. Runs on every rank."""
     for number, deepspeed in enumerate(chain):
         with ExitStack() as stack:
             run = build(load_config(path, [f"deepspeed={json.dumps(deepspeed)}"]), "latest", stack)
-            run.saver.saved_step = 0  # so that the step is written again
+            run.saver.saved_step = 0  # otherwise, this step counts as saved
             run.saver.save(run.schedule.first_step, last=False)
             run.engine.destroy()
             comm.barrier()
@@ -83,7 +83,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def states(path: Path) -> dict[str, States]:
-    """Return the states in a checkpoint folder by parameter."""
+    """Return the states in a checkpoint folder: parameter name -> its states, joined from all ranks."""
     written_by = next(
         folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file()
     )
@@ -98,7 +98,7 @@ def states(path: Path) -> dict[str, States]:
 
 
 def equal_states(first: Path, second: Path) -> None:
-    """Compare masters and optimizer states bit by bit."""
+    """Check that the master weights and optimizer states of two checkpoints are bit-identical."""
     mine, theirs = states(first), states(second)
     for name, kept in mine.items():
         assert kept.keys() == theirs[name].keys() == KEYS
@@ -118,14 +118,14 @@ def equal_losses(folder: Path, other: Path, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps on two ranks at ZeRO 1, without interruption."""
+    """Train eight steps on two ranks at ZeRO 1 without interruption, and return the folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_on(folder, 2, 8, None, deepspeed=settings(1))
     return folder
 
 
 def begin(whole: Path, folder: Path, step: int) -> None:
-    """Make the folder of a run that was stopped at a step."""
+    """Copy the run `whole` to `folder` as if it had been stopped at a step: no other checkpoint is left."""
     shutil.copytree(whole / "runs", folder / "runs", dirs_exist_ok=True)
     for path in checkpoint_of(folder, step).parent.glob("step-*"):
         if path != checkpoint_of(folder, step):
@@ -168,7 +168,8 @@ def test_states_are_the_same_to_the_bit_in_every_shape(whole: Path, tmp_path: Pa
 def test_frozen_parameters_come_from_the_checkpoint(stage: int, tmp_path: Path) -> None:
     model = {"name": write_tiny(tmp_path, BPE_SIZE), "lock_image": True}
     pretrained = build_model(ModelSettings(**model)).state_dict()
-    pretrained["logit_scale"] = pretrained["logit_scale"].reshape(())  # open_clip's is 0-d
+    # In files of open_clip, the scale is 0-d.
+    pretrained["logit_scale"] = pretrained["logit_scale"].reshape(())
     torch.save(pretrained, tmp_path / "weights.pt")
     run_on(
         tmp_path,

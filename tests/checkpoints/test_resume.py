@@ -88,7 +88,7 @@ class Said(logging.Handler):
 
 
 def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[int | str, list[str]]:
-    """Return the step to resume from, or the error message, and rank 0's warnings. Every rank gets the same."""
+    """Return the step to resume from or the error message, which must be equal on all ranks, and rank 0's warnings."""
     said = Said()
     logging.getLogger("disco_ds").addHandler(said)
     saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
@@ -112,7 +112,7 @@ def fall_back(folder: Path) -> None:
         assert found == 2, found
         expect(warnings[0], words, "step-00000002")
         assert not list(run.glob("ran")), "code from a checkpoint has run"
-    # A named checkpoint is the newest that may be chosen.
+    # If a checkpoint is named, no newer one may be chosen.
     assert (
         choose_step(folder / "cut", True, str(folder / "cut" / CHECKPOINTS / "step-00000001"))[0]
         == 1
@@ -156,13 +156,17 @@ def train_six(
         run = build(load_config(path, list(overrides)), resume, stack, unattended, allow_change)
         assert (
             not resume or find_latest(run.folder).name == f"step-{run.schedule.first_step:08d}"
-        ), "a crash would skip steps"
+        ), "checkpoints newer than the first step must be set aside, or a restart would skip steps"
         train(run)
     return run.folder
 
 
 def resume_from_older(path: Path) -> None:
-    """Named in one folder; chosen automatically in another, where an old checkpoint is a symbolic link."""
+    """Damage the newest checkpoint, and resume two copies of a run from an older one.
+
+    In the copy `named`, the user names the older checkpoint. In `alone`, it is chosen automatically; there, the oldest
+    checkpoint is a symbolic link.
+    """
     whole = train_six(path)
     named, alone = (whole.with_name(name) for name in ("named", "alone"))
     if comm.rank() == 0:
@@ -210,7 +214,7 @@ def test_run_resumed_from_an_older_checkpoint_equals_the_uninterrupted_one(tmp_p
         *(f"step-0000000{step}" for step in (2, 4, 6)),
     ]
     assert kept[alone] == ["set-aside-step-00000006", "step-00000006"]
-    assert (alone / "archive" / META).exists(), "retention removes only the link"
+    assert (alone / "archive" / META).exists(), "retention must remove only the link"
     for run in (named, alone):
         for mine, other in zip(records(run), records(whole), strict=True):
             assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
@@ -228,14 +232,14 @@ def first_step(path: Path, *overrides: str) -> tuple[str, int]:
 
 
 def resume_automatically(path: Path) -> None:
-    assert first_step(path) == ("tiny", 0), "nothing to resume"
+    assert first_step(path) == ("tiny", 0), "there is nothing to resume yet"
     with (
         pytest.raises(ValueError, match="--allow-change seed: "),
         ExitStack() as stack,
     ):
         build(load_config(path), "auto", stack, allow_change=("seed",))
     folder = train_six(path)
-    assert folder.name == "tiny-2", "the first has saved nothing"
+    assert folder.name == "tiny-2", "the first run has no checkpoint, so a new run must start"
     assert first_step(path, "optim.lr=1e-4") == ("tiny-2", 6)
     if comm.rank() == 0:
         mark_finished(folder, {"steps": 6, "samples": 96})
@@ -247,7 +251,9 @@ def resume_automatically(path: Path) -> None:
         (folder / CHECKPOINTS / "step-00000006").mkdir()
         flip(next((folder / CHECKPOINTS / "step-00000004" / "engine").glob("*rank_1*optim*")))
     comm.barrier()
-    assert first_step(path) == ("tiny-2", 2), "nobody is there to choose"
+    assert first_step(path) == ("tiny-2", 2), (
+        "--resume auto must fall back to an older checkpoint by itself"
+    )
     expect(
         refused(load_config(path, ["seed=1"]), resume="auto"), "seed: 0 in the checkpoint, 1 now"
     )
@@ -255,7 +261,7 @@ def resume_automatically(path: Path) -> None:
         flip(next((folder / CHECKPOINTS / "step-00000002" / "engine").glob("*rank_1*optim*")))
     comm.barrier()
     assert "no older complete checkpoint" in refused(load_config(path), resume="auto"), (
-        "saved progress is not abandoned"
+        "a run whose checkpoints are all damaged must not be abandoned silently"
     )
     if comm.rank() == 0:
         for checkpoint in (folder / CHECKPOINTS).glob("step-*"):
@@ -263,7 +269,7 @@ def resume_automatically(path: Path) -> None:
         mark_finished(folder, {"steps": 6, "samples": 96})
     comm.barrier()
     assert "has done all its steps (6)" in refused(load_config(path), resume="auto"), (
-        "a finished run is not repeated, even if its checkpoints have been removed"
+        "a finished run must not be repeated, even if its checkpoints have been removed"
     )
     if comm.rank() == 0:
         (folder / FINISHED).unlink()
@@ -292,7 +298,7 @@ def resume_without_weights(path: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
-    """It does not fetch them either, because the machine may not reach the hub."""
+    """They are not fetched either, because the machine may not reach the hub."""
     name = write_tiny(tmp_path, BPE_SIZE)
     weights = build_model(ModelSettings(name=name)).state_dict()
     torch.save(
@@ -448,7 +454,7 @@ def test_epochs_are_counted_from_the_data_and_resumed(tmp_path: Path) -> None:
 
 
 def test_epochs_are_counted_in_whole_samples(tmp_path: Path) -> None:
-    """A thousand samples, 100 per step: 0.1 epochs are one step, though 0.3 // 0.1 is 2."""
+    """With 1,000 samples and 100 per step, 0.1 epochs are exactly one step. In floats, 0.3 // 0.1 would be 2."""
     own = ["global_batch=100", "micro_batch=100", "steps=10", "checkpoint.every_epochs=0.1"]
     config = load_config(recipe(tmp_path), own)
     run: Any = SimpleNamespace(
@@ -474,7 +480,7 @@ def lose_data(path: Path) -> None:
 
         def start_and_fail(**arguments: Any) -> Any:
             if next(numbers) == 3 and comm.rank() == 1:
-                run.loader._error = "the shard is gone"  # as after an error in reading
+                run.loader._error = "the shard is gone"  # as after a read error
             return start_step(**arguments)
 
         run.loader.start_step = start_and_fail  # type: ignore[method-assign]

@@ -75,7 +75,8 @@ def test_read_other_format_names_both(tmp_path: Path) -> None:
     words = f"has format {FORMAT + 1}, but this version of disco_ds reads format {FORMAT}"
     with pytest.raises(ValueError, match=words) as caught:
         read(path)
-    assert not isinstance(caught.value, DamagedError), "an older checkpoint has it too"
+    # Older checkpoints have the same format, so an automatic resume must not fall back to them.
+    assert not isinstance(caught.value, DamagedError)
 
 
 def test_read_meta_notices_every_flipped_bit_of_itself(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_read_meta_notices_every_flipped_bit_of_itself(tmp_path: Path) -> None:
             spoilt[place] ^= bit
             with suppress(ValueError):
                 if json.loads(spoilt) == json.loads(body):
-                    continue  # a different blank, or a digit beyond the precision of a float
+                    continue  # same value: other white space, or a digit beyond the precision of a float
             meta.write_bytes(spoilt)
             with pytest.raises(DamagedError):
                 read_meta(meta.parent)
@@ -168,7 +169,7 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["no meta", "meta", "no file", "size"])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_remove_old_counts_only_whole_ones(keep: int, how: str, tmp_path: Path) -> None:
-    """As after failed saves: the newest checkpoints are incomplete."""
+    """The two newest checkpoints are incomplete, as after failed saves."""
     for step in (1, 2, 3, 4, 5):
         write_checkpoint(tmp_path, step)
     for step in (4, 5):

@@ -1,4 +1,4 @@
-"""Exports for transformers: from the same images and texts, its models compute the features of open_clip's."""
+"""Exports for transformers: its models compute the same features as open_clip's, from the same images and texts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_transformers_pipeline_has_our_scores(kind: str, tmp_path: Path) -> None
 
 
 def test_siglip_with_the_padding_of_open_clips_tokenizer_is_refused(tmp_path: Path) -> None:
-    """open_clip's tokenizer pads with 0, which is a word, and transformers pads with the end token."""
+    """open_clip's tokenizer pads with 0, which is also a word. transformers pads with the end token."""
     run, _, _ = make_run(tmp_path, "siglip_bpe")
     with pytest.raises(ValueError, match=r"transformers cannot prepare texts .* pads them"):
         export_run(run, tmp_path / "export", "transformers")

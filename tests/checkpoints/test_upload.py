@@ -37,7 +37,7 @@ def test_copies_run_one_by_one_and_the_newest_waits(
         copies.add(third)
         assert copies.pending == [first, third]
         assert f"{second} is not uploaded" in caplog.text
-        assert copies.wait(0.1), "the copy is under way"
+        assert copies.wait(0.1), "the first upload must still be running"
         gate.touch()
         assert not copies.wait(10)
         assert copies.pending == []
@@ -69,14 +69,14 @@ def test_copy_that_takes_too_long_is_ended(
     assert copies.wait(0.3)
     copies.close()
     assert "was not uploaded in time" in caplog.text
-    assert not copies.wait(5), "its process has ended"
+    assert not copies.wait(5), "the process of the upload must have been ended"
 
 
 GATED = (
     "sh -c 'echo $1; while [ ! -e $0 ]; do sleep 0.02; done; mkdir -p $2; cp $1/weights $2' "
     "gate {path} there/{name}"
 )
-"""An upload command that waits for a file called gate. It can be repeated."""
+"""An upload command that waits for a file called gate. It may run several times for the same checkpoint."""
 
 
 def copy_and_hang(folder: Path, started: Any) -> None:
@@ -111,20 +111,19 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
         remove_checkpoints(tmp_path, keep_last=1, busy=busy)
         waits = copies.wait(0.3)
         copied = log.read_text().split()
-        (
-            tmp_path / "gate"
-        ).touch()  # before anything fails, because no process would wait for the first copy
+        # Open the gate before the assertions: if one failed, the first upload would otherwise wait forever.
+        (tmp_path / "gate").touch()
         assert busy == [old, waiting]
         assert list_complete(tmp_path) == [old, waiting, new]
         assert waits
         assert "an upload of an earlier run is not finished" in caplog.text
-        assert copied == [str(old)], "two copies never run at once"
+        assert copied == [str(old)], "two uploads must never run at the same time"
         assert not copies.wait(20)
         assert log.read_text().split() == [str(path) for path in (old, old, waiting)]
     for path in (old, waiting):
         assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
     with closing(Uploads(GATED, tmp_path)) as copies:
-        assert copies.pending == [new], "only this one was never copied"
+        assert copies.pending == [new], "all others have been uploaded"
 
 
 def test_copy_that_was_ended_with_its_run_is_made_again(

@@ -59,8 +59,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def hold(engine: Any, name: str) -> dict[str, Tensor]:
-    """Return the masters of the trained parameters and the values of the others. Collective."""
-    # There, DeepSpeed's safe_get_full_fp32_param reads another parameter's values. fp32 weights are the masters.
+    """Return the fp32 master weights of trained parameters, and the values of frozen ones. Collective."""
+    # With round_robin_gradients, DeepSpeed's safe_get_full_fp32_param returns the values of another parameter. These
+    # cases train in fp32, so the parameters themselves are the master weights.
     held = {} if "round_robin" in name else masters(engine)
     parameters = dict(engine.module.named_parameters())
     gather = engine.zero_optimization_stage() == 3
@@ -77,7 +78,7 @@ def hold(engine: Any, name: str) -> dict[str, Tensor]:
 def train_and_save(
     folder: Path, model_file: str, name: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two steps, a checkpoint in a run folder, and the weights and averages that the engine holds then. Collective."""
+    """Take two steps and save a checkpoint. Return the engine's weights and their averages. Collective."""
     ds_config, changes = CASES[name]
     config = tiny_config(
         model_file,
@@ -109,7 +110,11 @@ def train_and_save(
 
 
 def compare_all(folder: Path, model_file: str, names: list[str]) -> list[str]:
-    """Rank 0 compares; the others' lists are empty. Collective."""
+    """Train and save each case, and compare its checkpoint with the engine. Collective.
+
+    Returns:
+        Descriptions of the differences on rank 0; an empty list on other ranks.
+    """
     failures = []
     for name in names:
         run = folder / name
@@ -135,12 +140,14 @@ def compare_all(folder: Path, model_file: str, names: list[str]) -> list[str]:
             ]
             for dtype in (torch.bfloat16, torch.float16):
                 if torch.equal(trained, trained.to(dtype).float()):
-                    failures.append(f"{name}: no test of masters, the weights fit into {dtype}")
+                    failures.append(
+                        f"{name}: the weights fit into {dtype}, so masters are not tested"
+                    )
     return failures
 
 
 def unverified(run: Path) -> list[str]:
-    """Return DeepSpeed's files that are read although a bit is flipped."""
+    """Flip a bit in each of DeepSpeed's files in turn, and return those that are read without an error."""
     found = []
     for file in (find_latest(run) / "engine").iterdir():
         if file.name.endswith("optim_states.pt") or "zero" in file.name:
@@ -317,7 +324,7 @@ def test_weights_of_a_run_that_is_training_are_those_of_its_newest_checkpoint(
     new = write_run(tmp_path / "run", model, name, step=8)
 
     def replace(path: Path) -> Any:
-        """Replace the checkpoint after it was chosen and before it is read, as a running training does."""
+        """Replace the chosen checkpoint by a newer one before it is read, as a run that is still training may."""
         if path.name == new.name:
             new.rename(new.with_name("step-00000009"))
             shutil.rmtree(old)

@@ -289,7 +289,7 @@ def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
 def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
     shell: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "x").touch()  # * and ? could match it
+    (tmp_path / "x").touch()  # a shell could replace * and ? by this name
     config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
     args = parse_args(
         [
@@ -306,11 +306,13 @@ def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
     command = front_end(args, "id", args.resume)
     got = parse_args(["train", *arrived(command[3:], shell, tmp_path)])
     assert (got.config, got.resume, got.overrides, got.launch_id) == (config, resume, HOSTILE, "id")
-    assert [path.name for path in tmp_path.iterdir()] == ["x"], "nothing ran on the way"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"], (
+        "a shell has run a part of the arguments as a command"
+    )
 
 
 def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
-    """The reason for packing, which shows that the test above would notice a change."""
+    """Shells change arguments that are not packed. So the test above would fail without packing."""
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
     got = parse_args(["train", *arrived(typed[1:], "bash", tmp_path)])
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]

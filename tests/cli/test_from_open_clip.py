@@ -168,7 +168,7 @@ def test_batch_length_and_intervals_follow_from_the_number_of_gpus(tmp_path: Pat
     assert (config.global_batch, config.micro_batch, config.samples) == (1000, 100, 4_000_000)
     assert config.checkpoint.every_steps == 2000
     assert [source.shards for source in config.data.sources or ()] == ["a", "b"]
-    # open_clip would warm up in all 4,000 steps too.
+    # open_clip's default is 10,000 warmup steps, so it would also warm up for all 4,000 steps.
     assert config.optim.warmup_steps == 4000
 
 

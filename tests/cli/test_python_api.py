@@ -140,7 +140,7 @@ def test_process_can_continue_after_any_end_of_a_run(tmp_path: Path) -> None:
     assert evaluated == "RefusedError: data: eval.labeled.x: there is no folder nowhere"
     assert nan.startswith("FloatingPointError: step 1: the loss is not finite")
     assert joined.startswith("this process has joined a process group already")
-    assert "error on" not in done.stderr, "what is raised is not printed too"
+    assert "error on" not in done.stderr, "an error that is raised must not be printed as well"
 
 
 RANKS = """
@@ -163,7 +163,7 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node", "deepspeed --num_accelerators"])
 def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> None:
-    """Four calls in turn, each with a new process group of the launcher's ranks."""
+    """The script trains and evaluates twice. Each of the four calls creates a new process group of the ranks."""
     (tmp_path / "script.py").write_text(RANKS)
     program, *option = launcher.split()
     command = [
@@ -187,7 +187,7 @@ def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> Non
     assert [Path(folder).name for folder in first["folders"]] == ["tiny", "tiny-2"]
     assert all((Path(folder) / "finished.json").is_file() for folder in first["folders"])
     assert 0 <= first["values"][0][0]["top1"] <= 1
-    assert first["values"][0] == first["values"][1], "the second run repeats the first"
+    assert first["values"][0] == first["values"][1], "both runs must give the same results"
 
 
 def small(folder: Path) -> Config:

@@ -45,7 +45,7 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
     assert capsys.readouterr().out.count("optim.schedule=") == 8
     assert main(["study", "runs/seed-0", "runs/seed-0", *words.split()[3:], "64"]) == 2
     assert "folder named seed-0" in capsys.readouterr().err
-    # A scheduler trains one branch, and another one is stopped after its first step.
+    # Train one branch as a scheduler would, and stop another one after its first step.
     assert main(commands[0][1:]) == 0
     cut = ["samples=80" if word == "samples=112" else word for word in commands[5][1:]]
     assert main(cut) == 0
@@ -67,7 +67,8 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
 def test_report_chooses_the_rate_and_pairs_the_parents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # [batches, rates, parents, metrics]: the parents differ by 1, so only pairs show the difference.
+    # The values are [batches, rates, parents, metrics]. The parents differ by 1, which hides the differences between
+    # batches unless the branches of each parent are compared with each other.
     parents = numpy.array([0.0, 1.0, 2.0])
     loss = numpy.stack(
         [

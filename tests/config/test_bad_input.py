@@ -24,7 +24,7 @@ MAX_LINES, MAX_CHARACTERS, MAX_S = 30, 2500, 30
 
 
 def refusal(start: Callable[[], object]) -> str:
-    """Return the message with which a start refuses its input, or "". Check its length and time."""
+    """Return the message of the ValueError that `start` raises, or "". Check the message's length, and the time."""
     before = time.monotonic()
     said, kind = "", ValueError
     try:
@@ -54,7 +54,7 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
 
 LEVELS = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
 BOMB = f"{{a0: &a0 [x], {', '.join(LEVELS)}}}"
-"""A mapping that expands to 9^11 values."""
+"""A mapping whose aliases expand to 9^11 values."""
 TEXTS = {
     "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "syntax error"),
     "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "syntax error"),

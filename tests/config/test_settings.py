@@ -148,7 +148,7 @@ def test_length_in_samples_is_whole_steps() -> None:
     assert config.num_steps == 100
     assert "100 steps, 6,400 samples" in config.describe(1)
     assert settings(steps=77).num_steps == 77
-    # A resumed run whose batch has changed: 20 steps of other samples, then steps of 64.
+    # A resumed run whose batch has changed: 20 steps of another batch are done, and the next ones have 64 samples.
     assert "100 steps, 6,400 samples" in config.describe(1, step=20, samples=20 * 64)
     assert "110 steps, 6,400 samples" in config.describe(1, step=20, samples=10 * 64)
 

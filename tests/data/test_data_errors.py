@@ -139,7 +139,7 @@ def test_shard_that_several_workers_read_is_named_once(tmp_path: Path) -> None:
 
 
 def damage_header(path: Path) -> None:
-    """Overwrite a header in the middle of a shard, which loses the rest of the shard. A disk does so silently."""
+    """Overwrite a header in the middle of a shard, as a faulty disk might. The rest of the shard is then lost."""
     status = path.stat()
     data = bytearray(path.read_bytes())
     start = data.index(b"0008.png")

@@ -66,7 +66,7 @@ def test_longest_side_keeps_a_row_of_an_image_at_the_highest_aspect_ratio(
     for size in [(640, 10), (10, 640), (64, 1)]:
         ours = resize_for_evaluation(Image.new("RGB", size, (9, 80, 200)), spec)
         line = ours[:, 15] if size[0] > size[1] else ours[:, :, 15]
-        # One line of 32 pixels in the image's color, and black around it.
+        # The resized image is one line of 32 pixels; the padding around it is black.
         assert line.T.tolist() == [[9, 80, 200]] * 32, size
         assert ours.sum() == 32 * (9 + 80 + 200), size
 
@@ -150,7 +150,7 @@ def test_crop_of_a_shape_that_never_fits_is_the_centre(
 
 
 def gray_tiff(bits: int, photometric: int, data: bytes, order: str = "<") -> bytes:
-    """A TIFF of two gray pixels in a row, which Pillow can read but not write."""
+    """Return a TIFF of two gray pixels in a row, in a form that Pillow can read but not write."""
     tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 278: 1, 279: len(data)}
     entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, tags[tag]) for tag in tags)
     start = 8 + len(data)
@@ -215,7 +215,7 @@ def test_gray_of_16_bits_keeps_its_brightness() -> None:
         (gray_tiff(12, 1, b"\x80\x0f\xff"), [128, 255]),
         (gray_tiff(16, 1, b"\x00\x80\xff\xff"), [128, 255]),
         (gray_tiff(16, 1, b"\x80\x00\xff\xff", ">"), [128, 255]),
-        # 0 is white
+        # photometric 0: the value 0 is white
         (gray_tiff(16, 0, b"\x00\x80\xff\xff"), [127, 0]),
         (gray_tiff(8, 0, b"\x80\xff"), [127, 0]),
     ],

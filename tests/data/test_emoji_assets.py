@@ -41,7 +41,7 @@ def read_shard(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def splits() -> dict[str, list[dict[str, Any]]]:
-    """Every sample of every split, in the order of shards and keys, with its decoded pixels."""
+    """Read all samples of all splits, in the order of shards and keys, with their decoded pixels."""
     result: dict[str, list[dict[str, Any]]] = {}
     for split in NUM_SHARDS:
         result[split] = [
@@ -169,9 +169,8 @@ def test_writer_is_deterministic_whatever_the_order(tmp_path: Path) -> None:
     samples = make_samples(11)
     tool.write_shards(samples, tmp_path / "one", 5)
     tool.write_shards(samples[::-1], tmp_path / "two", 5)
-    tool.write_shards(
-        samples, tmp_path / "two", 3
-    )  # a second run leaves nothing of the first behind
+    # Writing to the same folder again must remove all earlier files.
+    tool.write_shards(samples, tmp_path / "two", 3)
     tool.write_shards(samples[::-1], tmp_path / "three", 3)
     files = {
         folder: {p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()}

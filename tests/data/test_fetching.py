@@ -232,7 +232,7 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
 
 
 def is_running(pid: str) -> bool:
-    """Return False for a zombie too, which remains if nothing reaps it."""
+    """Return whether a process runs. A zombie, which has ended but was not reaped, does not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     return False
@@ -296,7 +296,7 @@ def test_server_that_is_not_there_is_an_error(shards: Manifest, tmp_path: Path) 
 
 
 class _OnlyGet(http.server.BaseHTTPRequestHandler):
-    """A server of presigned addresses, which refuses HEAD."""
+    """A server for presigned URLs, which are valid only for GET."""
 
     def do_HEAD(self) -> None:
         self.send_error(403)

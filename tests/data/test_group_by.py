@@ -82,7 +82,7 @@ def test_caption_means_the_text_that_is_used(tmp_path: Path) -> None:
         for text, group_id in zip(batch.text.tolist(), batch.group_id.tolist(), strict=True):
             texts.setdefault(group_id, set()).add(bytes(text).rstrip(b"\0")[:5].decode())
     loader.close()
-    # Each group has one text: a sample's number, or one of up to three labels, of which tokens keep the first letters.
+    # All samples of a group have the same text: a number or a label. Labels are cut to the length of the context.
     assert all(len(found) == 1 for found in texts.values())
     assert 1 <= sum(found == {"label"} for found in texts.values()) <= 3
     assert len(texts) > 6
@@ -154,7 +154,8 @@ def test_run_with_groups(tmp_path: Path) -> None:
         assert record["grouped_pairs"] == 14 / 16
         losses[same_group] = record["loss"]
     assert losses["ignored"] < losses["negatives"]
-    # If a group shares its text, its positives have equal logits, and a uniform target changes nothing.
+    # All samples of a group have the same text. So all positives of an image have the same logit, and dividing the
+    # target between them does not change the loss.
     assert losses["positives"] == pytest.approx(losses["negatives"], rel=1e-6)
 
 
@@ -166,7 +167,7 @@ def run_with_each_staging(path: Path) -> None:
 
 
 def test_groups_and_sample_state_do_not_depend_on_image_staging(tmp_path: Path) -> None:
-    """With four micro-batches, the buffers of the first ones are reused before the loss is computed."""
+    """There are four micro-batches, so the buffers of the first ones are reused before the loss is computed."""
     write_shards(tmp_path / "data", [16, 16])
     data = {"shards": str(tmp_path / "data"), "image_key": "png", "workers": 0, "slots": 2}
     losses = [

@@ -1,7 +1,7 @@
 """Output of img2dataset: a stored example, and (slow) the program itself against a local web server.
 
-It needs webdataset < 0.3, so it runs in an environment of its own. tests/img2dataset was written by `download` below:
-emoji of disco_ds/assets/emoji/validation, see there for their license.
+img2dataset needs webdataset < 0.3, so it runs in a separate environment. The stored example, tests/data/img2dataset,
+was written by `download` below from emoji of disco_ds/assets/emoji/validation. Their license is there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from helpers.shards import CONTEXT, SPEC, VOCAB, tokenize
 STORED = Path(__file__).parent / "img2dataset"
 PER_SHARD = 3
 MISSING = (1, 5)
-"""Images that are missing on the server."""
+"""Numbers of the images that are missing on the server."""
 NUM = 2 * PER_SHARD
 
 

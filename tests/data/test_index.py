@@ -25,7 +25,7 @@ from helpers.web import serve
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Shards without a manifest."""
+    """Write shards without a manifest."""
     folder = write_shards(tmp_path / "shards", [3, 5, 2]).folder
     (folder / NAME).unlink()
     return folder
@@ -61,7 +61,7 @@ def test_index_writes_then_counts_only_what_has_changed(
 
 
 def pairs(name: str, num: int = 8) -> list[tuple[str, bytes]]:
-    """The members of samples whose names are made by a format string."""
+    """Return the members of `num` samples. `name` is the format string of their names."""
     return [(f"{name.format(i)}.{kind}", b"x") for i in range(num) for kind in ("png", "txt")]
 
 
@@ -391,7 +391,7 @@ def test_data_after_the_end_mark_are_reported(
 ) -> None:
     one, two, three = (folder / f"{i:05d}.tar" for i in range(3))
     data = bytearray(two.read_bytes())
-    sample = data.index(b"0002.")  # the header of the third of five
+    sample = data.index(b"0002.")  # the header of the third of five samples
     data[sample : sample + 512] = bytes(512)
     two.write_bytes(data)
     end = find_end(three)

@@ -37,7 +37,11 @@ from helpers.shards import (
 
 @pytest.fixture(scope="module")
 def reference(manifest: Manifest) -> Any:
-    """Twelve global batches of 24, nearly two epochs, read by one rank in process; the state after each."""
+    """Read twelve global batches of 24 samples, nearly two epochs, on one rank without workers.
+
+    Returns:
+        The batches, and the loader's state before the first and after each batch.
+    """
     loader = make_loader(manifest, settings())
     steps, states = [], [loader.state_dict()]
     for _ in range(12):
@@ -53,13 +57,13 @@ def test_epochs_hold_every_sample_once(reference: Any) -> None:
     assert len(set(read)) == len(read) == 288
     first = {index for index, epoch in read if epoch == 0}
     assert first == set(range(NUM_SAMPLES))
-    # 8 slots of 20 or 21 samples take turns: epoch 0 ends within position 8 x 21.
+    # The 8 slots, of 20 or 21 samples each, take turns. So epoch 0 ends between positions 8 x 20 and 8 x 21.
     assert {epoch for _, epoch in read[: 8 * 20]} == {0}
     assert {epoch for _, epoch in read[8 * 21 : 8 * 41]} == {1}
 
 
 def test_order_stays_what_it_is(reference: Any) -> None:
-    # A change here changes the order of every run that resumes.
+    # If these values changed, the data order of every resumed run would change.
     steps, _ = reference
     assert steps[0][:6] == [(2, 0), (59, 0), (114, 0), (153, 0), (26, 0), (43, 0)]
     assert steps[7][:3] == [(51, 1), (72, 1), (12, 1)]
@@ -96,7 +100,7 @@ def test_order_continues_with_the_next_sample_at_another_batch(
 ) -> None:
     expected = [sample for step in reference[0] for sample in step]
     state, done = None, 0
-    # 12 samples are not a multiple of 8 ranks, 92 not of 8 slots.
+    # After 12 and after 92 samples, the batch changes in the middle of a turn of the 8 slots.
     for size, batch, steps in ((4, 12, 1), (8, 40, 2), (1, 6, 2), (8, 16, 1), (2, 48, 3)):
         micro_batch = batch // size if size > 1 else 3
         given = {"batch": batch, "micro_batch": micro_batch, "state": state}
@@ -105,7 +109,7 @@ def test_order_continues_with_the_next_sample_at_another_batch(
             assert sorted(each) == sorted(expected[done : done + batch])
             done += batch
     assert state["samples"] == done == 264
-    # 11 batches of 24 have the same samples, so every stream is at the same place.
+    # 11 batches of 24 are as many samples, so every stream must be at the same place.
     assert state["cursor"] == reference[1][11]["cursor"]
 
 
@@ -203,7 +207,7 @@ def test_micro_batches_are_read_while_the_step_runs(manifest: Manifest, tmp_path
 
 
 def check_whole(batch: MicroBatch) -> None:
-    """Check that nothing has overwritten it: images, texts and ids belong together."""
+    """Check that nothing has overwritten the micro-batch: images, texts and ids still belong together."""
     for image, text, index in zip(batch.image, batch.text, batch.index, strict=True):
         assert image[:, 4, 4].tolist() == list(color(int(index)))
         assert bytes(text[text > 0].tolist()) == b"%d" % index
@@ -222,7 +226,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 def test_micro_batches_are_the_same_in_both_passes(
     damaged: Manifest, workers: int, pixels: Pixels, micro_batch: int
 ) -> None:
-    """GradAccum's order of requests. Each micro-batch is in use until the next request, while workers are ahead."""
+    """Request micro-batches in GradAccum's order. Workers run ahead, but must not overwrite the one in use."""
     reference = make_loader(damaged, settings(max_broken=1.0), micro_batch=micro_batch)
     data = settings(workers=workers, max_broken=1.0)
     loader = make_loader(damaged, data, micro_batch=micro_batch, pixels=pixels)
@@ -230,14 +234,15 @@ def test_micro_batches_are_the_same_in_both_passes(
     try:
         for step in range(6):
             expected, data = read_step(reference), loader.start_step()
-            given_up = step == 3  # the next step begins where this one would have
+            # A step whose second pass is not finished must not affect the next one.
+            given_up = step == 3
             second = islice(loader.second_pass(), 2 if given_up and K > 2 else K - 1)
             passes = chain(enumerate(loader.first_pass()), enumerate(second))
             for k, batch in passes:
                 check_whole(batch)
                 assert torch.equal(batch.index, expected.index[k])
                 if k == 1:
-                    time.sleep(0.02)  # the workers get ahead
+                    time.sleep(0.02)  # let the workers run ahead
                 check_whole(batch)
             assert torch.equal(torch.cat(data.index), torch.cat(expected.index))
             assert loader.state_dict() == reference.state_dict()
@@ -257,7 +262,7 @@ def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None
 
 
 def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
-    """Before the loss, this is reported as any data error. After the loss, placeholders must not replace the images."""
+    """In the first pass, this would be an ordinary data error. In the second, placeholders must not replace images."""
     loader = make_loader(
         manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed"
     )
@@ -277,7 +282,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
 
 
 def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
-    """After a micro-batch of three samples, wait for a file."""
+    """Tokenize, and count calls in a file. After three calls (a micro-batch), wait until the test creates `open`."""
     with (folder / "calls").open("ab") as file:
         file.write(b".")
     while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():
@@ -324,7 +329,7 @@ def test_synthetic_source_is_a_function_of_the_id() -> None:
 
 
 def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
-    """With a color gradient, so that the crop changes the pixels."""
+    """The images have a color gradient, so different crops have different pixels."""
 
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
@@ -352,6 +357,6 @@ def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
 
 
 def test_more_buffers_than_messages_fit_into_a_connection(manifest: Manifest) -> None:
-    """The trainer grants all buffers at once, while the worker reports on the first ones."""
+    """The trainer hands out all buffers at once, while the worker already reports on the first ones."""
     data = settings(workers=1, prefetch=2000)
     assert read_global(manifest, data, 1, 1)[0] == read_global(manifest, settings(), 1, 1)[0]

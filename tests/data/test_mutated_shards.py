@@ -1,7 +1,8 @@
-"""Fuzzing of shards, csv files and images by seed: every sample is read or skipped, with the same result twice.
+"""Fuzzing of shards, csv files and images: every sample is read or skipped, and a second reading gives the same.
 
-Each case writes a shard with a few valid samples, damages it slightly, as disks, networks and people do, and reads it
-with the count from before and from after the damage, through the code that the workers use.
+Each case is determined by its seed. It writes a shard with a few valid samples, damages it slightly, as disks, networks
+and people do, and reads it with the code that the workers use: once with the number of samples that was counted before
+the damage, and once with a new count.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def make_tar(rng: random.Random) -> tuple[bytes, bytes]:
 
 
 def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Yield the result for every sample, with the count from before and from after the damage."""
+    """Yield the result for every sample of a damaged tar, first with the old manifest, then with a new one."""
     whole, changed = make_tar(rng)
     path = folder / "0.tar"
     path.write_bytes(whole)
@@ -235,7 +236,7 @@ def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def read(source: Source, data: DataSettings) -> Iterator[str]:
-    """Yield the digest of each sample or the report that it is broken."""
+    """Yield, for each sample, the hash of its pixels and tokens, or the report that it is broken."""
     samples = source.open_samples(data, SampleForm(SPEC, tokenize, CONTEXT, VOCAB), 0, 1)
     index = 0
     try:

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    # rclone lists a folder once, so what the bucket publishes is written first.
+    # Write the published counts first, because rclone lists a folder only once.
     (folder / "sizes.json").write_text(json.dumps({"00000.tar": 20, "00001.tar": 31}))
     for number in (2, 3, 4):
         stats = {"count": 100, "successes": SIZES[number]}
@@ -51,7 +51,7 @@ def test_bucket_is_counted_by_what_it_publishes_and_read_in_the_order_of_the_fol
     to, cache = tmp_path / "m.json", tmp_path / "cache"
     part = "s3://bucket/part/{00000..00004}.tar"
     assert run(part, "--to", to, "--cache", cache) == 0
-    # Lists and small files only.
+    # Only listings and small files may be transferred.
     assert s3.sent < 20_000
     assert not cache.exists()
     # The last shard publishes no count, so it is fetched, and kept for the run.
@@ -72,7 +72,7 @@ def test_missing_shards_are_left_out_on_request(
     more = "s3://bucket/part/{00000..00007}.tar"
     assert run(more, "--to", to, "--cache", cache, "--workers", 0) == 2
     assert "missing shards (2): 00006.tar, 00007.tar" in capsys.readouterr().err
-    assert not to.exists(), "a run would use a part of the shards"
+    assert not to.exists(), "with a manifest, a run would silently use only a part of the shards"
     assert len(json.loads((tmp_path / "m.json.partial").read_text())["shards"]) == 6
     before = s3.sent
     assert run(more, "--to", to, "--cache", cache, "--missing", "skip") == 0

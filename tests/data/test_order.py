@@ -113,7 +113,7 @@ def test_keyed_uniform_equals_the_algorithm_in_integers() -> None:
 
 
 def test_keyed_numbers_stay_what_they_are() -> None:
-    # A change here changes the data order and the augmentation of every run that resumes.
+    # If these values changed, the data order and the augmentation of every resumed run would change.
     assert (keyed_uniform(0, torch.tensor([0]), torch.tensor([0]), 3) * 2**24).int().tolist() == [
         [8763058, 12896813, 14429467]
     ]

@@ -52,7 +52,7 @@ class Unnamed(Source):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PYTHONPATH that contains our_package."""
+    """Return a folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
     code = (ROOT / "examples" / "sqlite_source.py").read_text()
@@ -255,7 +255,7 @@ def test_image_folder_is_a_source(tmp_path: Path) -> None:
         captions={"a {cls}": 1},
         slots=2,
     )
-    (tmp_path / "c0a").mkdir()  # without images
+    (tmp_path / "c0a").mkdir()  # a folder without images
     (folder,) = load_sources(data)
     assert (folder.sizes, folder.num_samples) == ([4, 0, 4], 8)
     loader = make_loader([folder], data, batch=8)

@@ -29,7 +29,7 @@ SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Manifest:
-    """Shards of one size, so that a limit on the cache is a limit on their number."""
+    """Write shards of equal size, so that a size limit of the cache is a limit on their number."""
     return write_shards(tmp_path / "shards", [10] * 8)
 
 
@@ -61,7 +61,7 @@ def test_upcoming_shards_are_those_read_next(slots: int, window: int) -> None:
                 break
         assert [away for away, _ in promised] == sorted(away for away, _ in promised)
         for number, shard in enumerate(read):
-            # It was announced in time, and at most two windows too early.
+            # The shard was announced in time, and at most two windows too early.
             span = SIZES[shard] + 2 * window
             assert any(away <= number < away + span for away, found in promised if found == shard)
         for away, shard in promised:

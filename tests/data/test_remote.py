@@ -204,7 +204,7 @@ def test_text_file_of_urls_has_names_without_secrets(tmp_path: Path) -> None:
         find_shards("https://h/*.tar", RemoteSettings())
 
 
-# The disk space. Windows have 0.4 of a shard, as with LAION-400M.
+# Disk space. The shuffle window is 0.4 of a shard, as with LAION-400M.
 
 SLOTS, SAMPLES, WINDOW, NUM_SHARDS = 8, 20, 8, 120
 BATCH = 16
@@ -231,7 +231,7 @@ def name_many(many: tuple[Manifest, Server], cache: Path, **changes: Any) -> Dat
 
 
 def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: int = 1) -> float:
-    """Return the bytes that the host of rank 0, of `size` hosts, fetches per byte that it uses in an epoch."""
+    """Read an epoch on one of `size` hosts. Return how many bytes it fetches for each byte that it uses."""
     shards, server = many
     steps = SAMPLES * NUM_SHARDS // BATCH
     server.asked.clear()
@@ -244,7 +244,7 @@ def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: in
 
 
 def set_default_room(monkeypatch: pytest.MonkeyPatch, shard_bytes: float) -> None:
-    """Set a default cache of less than a shard per slot, as 512 slots of LAION-400M have in 100 GB."""
+    """Make the default cache smaller than one shard per slot, as for 512 slots of LAION-400M in 100 GB."""
     monkeypatch.setattr(
         "disco_ds.data.remote.shard_cache.LEAST_CACHE_GB", 0.8 * SLOTS * shard_bytes / 1e9
     )

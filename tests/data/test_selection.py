@@ -154,7 +154,7 @@ def test_stream_whose_samples_are_all_dropped_ends_the_run(folder: Path, index: 
 
 
 def test_small_slots_find_rare_samples(folder: Path) -> None:
-    """A slot has one or two samples per epoch, of which many epochs have none that is kept."""
+    """Each slot has one or two samples per epoch. In many epochs, the filter keeps none of them."""
     data = settings(folder, slots=96, filter={"score": {"min": 1.3}})
     loader = make_loader(load_sources(data), data, batch=48)
     steps = [read_step(loader) for _ in range(8)]

@@ -46,7 +46,8 @@ def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
         assert os.fstat(held.fileno()).st_nlink == 1
     assert server.asked["/00000.tar"] == 1
     assert server.asked["/00001.tar"] in (1, 2)
-    # If all of it is in use, an error suggests a remedy. A process that reads more than fits closes some of its shards.
+    # If all shards in the cache are in use, the error suggests a remedy. A single process that needs more shards than
+    # fit closes some of its own.
     files = [held, cache.open(6), cache.open(7)]
     with pytest.raises(
         CacheFullError,
@@ -132,7 +133,12 @@ def test_cache_in_a_folder_of_somebody_else_is_refused(
 
 
 def change_owners(monkeypatch: pytest.MonkeyPatch, owners: dict[int, int]) -> None:
-    """Pretend that files, given by inode, belong to other users. Real ones would require root."""
+    """Pretend that files belong to other users, because changing their owners would require root.
+
+    Args:
+        monkeypatch: The fixture.
+        owners: Inode -> user id.
+    """
     for name in ("fstat", "lstat"):
         real = getattr(os, name)
 
@@ -187,7 +193,7 @@ def start_fetch(cache: ShardCache) -> subprocess.Popen[bytes]:
 def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """The process is stopped until the shard is complete and being read, so readers hold the lock when it continues."""
+    """The waiting process is suspended until another one reads the complete shard, and so holds its lock."""
     cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0)
     server.halves.add("/00001.tar")
     thread = threading.Thread(target=lambda: held.append(cache.open(1)))

@@ -35,7 +35,7 @@ def mixed(**changes: Any) -> DataSettings:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Three sources with consecutive ids."""
+    """Write three sources with consecutive ids."""
     parts = {"a": (A, 0), "b": (B, FIRST_B), "c": (C, FIRST_C)}
     folder = tmp_path_factory.mktemp("sources")
     return [
@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 @pytest.fixture(scope="module")
 def reference(sources: Sources) -> Any:
-    """Twelve global batches of 24 samples on one rank, and the state after them."""
+    """Read twelve global batches of 24 samples on one rank. Return them and the state after them."""
     return read_global(sources, mixed(), 1, 12)[:2]
 
 
@@ -59,7 +59,8 @@ def test_shares_follow_the_weights_and_epochs_are_whole(reference: Any) -> None:
     assert abs(len(b) - 96) < 8
     assert abs(len(c) - 48) < 8
     assert len(set(read)) == len(read)
-    # About 144 reads of 81 samples and 96 reads of 55: every slot has finished the first epoch of both sources.
+    # About 144 samples were read from `a`, which has 81, and 96 from `b`, which has 55. So every slot has finished the
+    # first epoch of both.
     assert {index for index, epoch in a if epoch == 0} == set(range(FIRST_B))
     assert {index for index, epoch in b if epoch == 0} == set(range(FIRST_B, FIRST_C))
 
@@ -194,7 +195,7 @@ def test_mixture_is_even_in_every_slot_and_over_them() -> None:
         total += counts
         for source, weight in enumerate(weights):
             assert abs(counts[source] - 1000 * weight / 6.5) < 4
-    # A batch of one sample from each slot: the slots' phases are independent.
+    # In batches with one sample per slot, the share of a source varies, because slots do not change sources in step.
     shares = [
         sum(mixture.stream(slot, number) >= 2 * 64 for slot in range(64)) for number in range(200)
     ]

@@ -1,4 +1,4 @@
-"""Stored embeddings: the row belongs to the sample's augmentation and caption, in every format; the rest is refused."""
+"""Stored embeddings: in every format, the row belongs to the sample's augmentation and caption. Others are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAPTIONS = {"{txt}": 1.0, "{syn.json[syn_text][*]}": 1.0}
 
 
 def arrays(index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings [VIEWS, WIDTH] of the image and [3, WIDTH] of the captions, which name sample and row."""
+    """Return embeddings of the image [VIEWS, WIDTH] and of the captions [3, WIDTH] that encode sample and row."""
     rows = np.arange(3)[:, None] + np.zeros((3, WIDTH))
     rows[:, 0], rows[:, -1] = index, 1
     return rows, rows + 10
@@ -54,7 +54,7 @@ def pth_gz(**found: np.ndarray) -> bytes:
 
 
 def add(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
-    """Store both embeddings in all formats."""
+    """Replace a sample by one with three captions that stores both embeddings in all formats."""
     image, text = arrays(index)
     both = {"image_emb": image, "text_emb": text}
     syn = {"syn_text": [f"{index}a", f"{index}b"]}
@@ -86,7 +86,7 @@ def loader(folder: Path, stored: StoredEmbeddings, seed: int = 3, **changes: Any
 
 
 def read(loader: Loader, steps: int) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """(id, epoch) -> pixels, caption, view, key, image embedding, text embedding."""
+    """Read steps. Return (id, epoch) -> (pixels, caption, view, key, image embedding, text embedding)."""
     with closing(loader):
         return _read(loader, steps)
 
@@ -122,7 +122,7 @@ def test_rows_are_those_of_the_augmentation_and_the_caption(
         assert texts[:2] == [index + 10, number + 10]
         endings.add(number)
     assert endings == {0, 1, 2}
-    # Another seed gives the same crops, because the embeddings were computed for them.
+    # Another seed must give the same crops, because the embeddings were computed from them.
     others = read(loader(tmp_path, stored, seed=8), 12)
     seen = {(index, epoch % VIEWS): value[0] for (index, epoch), value in found.items()}
     for (index, epoch), value in others.items():
@@ -139,9 +139,9 @@ def test_one_row_belongs_to_every_augmentation(tmp_path: Path) -> None:
     write_shards(tmp_path, [10], one)
     stored = StoredEmbeddings("img.npy", "txt.npy", None, WIDTH)
     found = read(loader(tmp_path, stored, captions={"{txt}": 1.0}), 2)
-    assert not torch.equal(found[0, 0][0], found[0, 1][0]), "the crop differs between epochs"
+    assert not torch.equal(found[0, 0][0], found[0, 1][0]), "the crop must differ between epochs"
     other = read(loader(tmp_path, stored, 4, captions={"{txt}": 1.0}), 1)
-    assert not torch.equal(found[0, 0][0], other[0, 0][0]), "and between seeds"
+    assert not torch.equal(found[0, 0][0], other[0, 0][0]), "the crop must differ between seeds"
 
 
 ENTRIES = [
@@ -152,7 +152,7 @@ ENTRIES = [
 
 
 def by_hand(index: int, entry: Any, size: list[int]) -> torch.Tensor:
-    """Torchvision's own operations, called one by one."""
+    """Return the expected pixels, by calling torchvision's operations one by one."""
     image = Image.open(io.BytesIO(picture(index))).convert("RGB")
     image = functional.resized_crop(image, *entry[0], size, InterpolationMode.BICUBIC)
     policy = transforms.RandAugment(num_ops=1)
@@ -227,7 +227,7 @@ def test_sample_without_the_right_embeddings_is_refused(
     stored = StoredEmbeddings("img.npy", "txt.npy", "paug.json[param_aug]", WIDTH)
     with pytest.raises(AssertionError, match=words) as caught:
         read(loader(tmp_path, stored), 4)
-    assert "00000.tar/00" in str(caught.value), "the sample is named"
+    assert "00000.tar/00" in str(caught.value), "the error must name the sample"
 
 
 @pytest.mark.parametrize("changes", [{}, {"index": "none", "slots": 2}])

@@ -1,4 +1,4 @@
-"""data.index=none: an order without counts that is the same at any number of ranks, after a resume and from a store."""
+"""data.index=none: an order that needs no counts and is the same at any number of ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_order_does_not_depend_on_ranks_workers_and_resumes(shards: Manifest, wo
         found += read(loaders, steps)
         state = stop(loaders)
     assert found == expected
-    # Each slot reads each of its shards whole before its next one.
+    # Each slot reads a shard completely before it begins the next one.
     ids = [index for step in expected for index in step]
     for slot in range(SLOTS):
         mine = [index >> 24 for index in ids[slot::SLOTS]]
@@ -79,7 +79,7 @@ def test_epoch_reads_every_sample_once(shards: Manifest) -> None:
 
 
 def test_two_slots_never_draw_the_same_for_a_shard(shards: Manifest) -> None:
-    """Around the end of an epoch, two slots read the same shard in the same visit."""
+    """Around the end of an epoch, two slots may read the same shard. They must not read the same (sample, epoch)."""
     sizes = len(shards.sizes)
     slots = next(number for number in range(sizes - 1, 1, -1) if sizes % number)
     (loader,) = start(settings(shards.folder, index="none", slots=slots), 1)

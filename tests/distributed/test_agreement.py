@@ -59,26 +59,27 @@ def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
 
 
 def start_trainer(recipe: Path, *words: str) -> int:
-    """Return the trainer's exit code if the shells of the hosts have expanded {rank} differently."""
+    """Run the trainer, with {rank} in `words` replaced by this rank. Return its exit code."""
     os.chdir(recipe.parent)
     mine = [word.format(rank=os.environ["RANK"]) for word in words]
-    return main(
-        ["train", "--config", recipe.name, "model.name=nowhere", *mine]
-    )  # the first mistake that build would find
+    # The model does not exist. `build` would report that, but the trainer must stop earlier.
+    return main(["train", "--config", recipe.name, "model.name=nowhere", *mine])
 
 
 def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
     recipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_ranks(start_trainer, 2, recipe, "seed={rank}", joined=False) == [2, 2]
-    said = capfd.readouterr().out  # where run_ranks sends both
+    said = capfd.readouterr().out  # run_ranks redirects stderr to stdout
     assert (
         f"seed: 0 on {socket.gethostname()} (rank 0); 1 on {socket.gethostname()} (rank 1)" in said
     )
     assert said.count("error on") == 1
     assert run_ranks(start_trainer, 2, recipe, "--resume={rank}", joined=False) == [2, 2]
     assert '--resume: "0" on ' in capfd.readouterr().out
-    assert [path.name for path in recipe.parent.iterdir()] == [recipe.name], "no run folder"
+    assert [path.name for path in recipe.parent.iterdir()] == [recipe.name], (
+        "no run folder may be created"
+    )
 
 
 def build_in_own_folder(folder: Path) -> str:
@@ -109,4 +110,6 @@ def test_run_of_one_rank_listens_on_no_public_interface() -> None:
     (found,) = run_ranks(find_listeners, 1)
     assert not {"::", "0.0.0.0"} & set(found)
     first, _ = run_ranks(find_listeners, 2)
-    assert "::" in first, "torch's store for several ranks"
+    assert "::" in first, (
+        "torch's store of several ranks listens on all interfaces, or this test proves nothing"
+    )

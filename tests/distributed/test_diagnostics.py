@@ -21,7 +21,7 @@ dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_file", None)
 def test_stacks_name_every_thread(tmp_path):
     run_ranks(write_stacks, 1, tmp_path / "hangs")
     assert "in write_stacks" in (tmp_path / "hangs" / "stacks_rank_3.txt").read_text()
-    assert not list(tmp_path.glob("hangs/nccl_trace*"))  # gloo has none
+    assert not list(tmp_path.glob("hangs/nccl_trace*"))  # gloo has no flight record
 
 
 def write_stacks(folder: Path) -> None:
@@ -51,9 +51,9 @@ def test_users_own_settings_of_the_recorder_stay(tmp_path, monkeypatch):
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "/own/file_"
 
 
-@pytest.mark.skipif(dump is None, reason="this torch writes the record of NCCL alone")
+@pytest.mark.skipif(dump is None, reason="this torch can write only NCCL's flight record")
 def test_torch_asks_for_the_name_of_its_file_when_it_writes(tmp_path):
-    """The run folder is known only when there are groups. gloo's record goes the way of NCCL's."""
+    """The run folder is set after process groups exist, but torch must use it. gloo's record stands for NCCL's."""
     run_ranks(write_record, 2, tmp_path)
     for rank in range(2):
         record = pickle.loads((tmp_path / f"{diagnostics.TRACE}{rank}").read_bytes())
@@ -67,5 +67,5 @@ def write_record(folder: Path) -> None:
 
 
 def test_record_of_nccl_can_be_read_without_a_group():
-    """torch's private function that writes the flight record exists and works."""
+    """The private function of torch that returns the flight record must exist and work."""
     assert "entries" in pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())

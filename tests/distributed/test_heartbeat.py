@@ -32,12 +32,12 @@ LOST_AFTER_S = 3.0
 TIMEOUT_S = {"hangs": 2 * LOST_AFTER_S} | dict.fromkeys(
     ("all hang", "all block", "fine"), LOST_AFTER_S
 )
-"""timeout_s of a case, if it is not 60. A rank that hangs must hear of the others, which end after nine tenths of it,
-before its own timeout."""
+"""timeout_s of the cases for which it is not 60. Ranks that wait for a hung rank stop after nine tenths of it. The hung
+rank must learn of that before its own timeout."""
 
 
 def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
-    """One rank in a separate process."""
+    """Run one rank in this process."""
     with (folder / f"{number}.log").open("wb") as log:
         os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(number), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(number))
@@ -114,7 +114,7 @@ class Ranks:
             process.join()
 
     def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
-        """Return why this rank has stopped. It must stop by itself and in time."""
+        """Wait until this rank stops by itself, which must be in time. Return the log line that gives the reason."""
         process = self.processes[number]
         process.join(max(self.since + within_s - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, self.log(number))
@@ -127,9 +127,7 @@ class Ranks:
         return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
 
     def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
-        """Check that every other rank has ended with an error that names the faulty rank, its host and its last
-        step.
-        """
+        """Check that all other ranks stop with an error that names the faulty rank, its host and last step."""
         for number in set(range(SIZE)) - {faulty}:
             said = self.said(number, within_s)
             for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
@@ -144,7 +142,7 @@ def check_fine(group: Ranks) -> None:
 
 
 def check_frozen(group: Ranks) -> None:
-    """If the whole machine was suspended, no rank is lost."""
+    """Check that no rank counts as lost after the whole machine was suspended."""
     time.sleep(LOST_AFTER_S + 2)
     group.send(signal.SIGCONT)
     time.sleep(LOST_AFTER_S + 2)
@@ -153,7 +151,7 @@ def check_frozen(group: Ranks) -> None:
 
 
 def check_hung(group: Ranks) -> None:
-    """The rank that hangs leaves the stack of the call in which it hangs."""
+    """Check that the hung rank is named, and that it writes the stack of the call in which it hangs."""
     within_s = 2 * LOST_AFTER_S + 5
     group.check_named(FAULTY, "last step 10, reading", "the others have waited ", within_s=within_s)
     assert f"for rank {FAULTY} on " in group.said(FAULTY, within_s)
@@ -162,7 +160,7 @@ def check_hung(group: Ranks) -> None:
 
 
 def check_interrupted(group: Ranks) -> None:
-    """Ctrl-C before a run has its own handler: some ranks are in Python then, others wait in a collective."""
+    """Check Ctrl-C before a run has a handler of its own, while some ranks wait in a collective."""
     for number, process in enumerate(group.processes):
         process.join(10)
         assert (process.exitcode, group.log(number)) == (130, "" if number else "interrupted\n")
@@ -177,7 +175,7 @@ def check_all_hung(group: Ranks) -> None:
 
 
 def check_blocked(group: Ranks) -> None:
-    """Python is blocked, so no rank can be named. The ranks end anyway and print their stacks."""
+    """Check that ranks whose Python threads are blocked end and print their stacks. They cannot name a rank."""
     for number, process in enumerate(group.processes):
         process.join(max(group.since + 2 * LOST_AFTER_S + 5 - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, group.log(number))
@@ -217,7 +215,7 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     ],
 )
 def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """The cases run at the same time, because they mostly wait."""
+    """The cases of one test run at the same time, because they mostly wait."""
     groups = {kind: Ranks(tmp_path, kind) for kind in kinds}
     try:
         for kind, group in groups.items():
@@ -253,7 +251,7 @@ def test_ranks_are_joined_in_words() -> None:
 
 @pytest.mark.slow
 def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
-    """The launcher sends SIGTERM a second after a rank has died, and SIGKILL half a minute later."""
+    """Launchers send SIGTERM a second after a rank has died, and SIGKILL half a minute later."""
     group = Ranks(tmp_path, lost_after_s=60.0)
     try:
         group.send(signal.SIGSTOP, FAULTY)
@@ -271,7 +269,7 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
         for number in range(SIZE):
             wait_for((group.folder / f"{number}.saves").exists, 60)
         group.send(signal.SIGTERM, 0, 2)  # launchers repeat it
-        group.send(signal.SIGSTOP, FAULTY)  # like a file system that blocks the whole process
+        group.send(signal.SIGSTOP, FAULTY)  # as if a file system blocked the whole process
         time.sleep(HURRY_S + 8)
         group.send(signal.SIGCONT, FAULTY)
         (group.folder / "saved").touch()

@@ -1,4 +1,4 @@
-"""The heartbeat in a training and in an evaluation: the lost rank is named, with the phase it was in."""
+"""Heartbeats in training and in an evaluation: the lost rank is named, with the phase in which it was."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
         nonlocal calls
         if type(module).__name__ == "VisionTransformer" and number == 1:
             calls += 1
-            if calls == 5:  # two micro-batches, of which the first is repeated
+            # This is in step 2: each step calls the tower three times, because it repeats one of two micro-batches.
+            if calls == 5:
                 sleep_for_ever()
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
@@ -46,7 +47,7 @@ def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None
 
     def before_forward(module: Any, arguments: Any) -> None:
         if type(module).__name__ == "VisionTransformer" and number == 1:
-            time.sleep(1.5)  # three heartbeats, so that the last one contains this progress
+            time.sleep(1.5)  # long enough that a heartbeat with the current progress is sent
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)

@@ -13,7 +13,12 @@ from helpers.dist import run_ranks
 
 
 def threads_of(setting: str | None, bound: bool) -> int:
-    """Return the number of threads of a rank that started with 8."""
+    """Return the number of threads that share_host leaves a rank that had 8.
+
+    Args:
+        setting: Value of OMP_NUM_THREADS, or None.
+        bound: Whether the rank is bound to one core.
+    """
     os.environ.pop("OMP_NUM_THREADS", None)
     if setting:
         os.environ["OMP_NUM_THREADS"] = setting
@@ -21,7 +26,7 @@ def threads_of(setting: str | None, bound: bool) -> int:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank()]})
     torch.set_num_threads(8)
     share_host()
-    share_host()  # as at the start of a run's second stage
+    share_host()  # a run calls it again at the start of each stage; this must change nothing
     return torch.get_num_threads()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,12 +21,11 @@ from disco_ds.launch.hosts import read_hostfile
 from disco_ds.training.build import build, open_folder
 from helpers.cluster import marked, tool
 from helpers.dist import free_port, run_ranks
+from helpers.launched import SAME, records
 from helpers.minimal import settings
 from helpers.paths import ROOT
 
 BIN = Path(sys.executable).parent
-TOOL = ROOT / "tools" / "local_cluster.py"
-SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
 QUICKSTART = ["--config", "quickstart", "samples=null", "global_batch=128", "micro_batch=64"]
 QUICKSTART += [
     "optim.warmup_steps=5",
@@ -44,11 +42,6 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) ->
             return value
         time.sleep(0.1)
     pytest.fail(f"waited {timeout_s} s for {what}")
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # Hostfiles and environment files
@@ -99,7 +92,7 @@ def test_working_directory_that_the_launcher_cannot_change_to_is_refused(
 
 
 def seen_by_some(folder: Path) -> None:
-    """Run the ranks in different working directories, or in the same."""
+    """Build a run in working directories that differ between ranks, and in a common one."""
     rank = comm.rank()
     own = folder / f"host-{rank}"
     shards = own / "data"
@@ -167,7 +160,7 @@ def test_missing_or_malformed_hostfile_is_no_silent_local_run(tmp_path: Path, ma
         code, said = launch(name)
         assert code == 1
         assert "ValueError: Hostfile" in said
-    # DeepSpeed only warns of a missing file, and would train here: stopped by the recipe's ranks.
+    # If the hostfile is missing, DeepSpeed only warns and would train on this host. `ranks` in the recipe prevents it.
     command = front_end("missing", "--config", "quickstart", "ranks=16")
     command[1:1] = ["--num_accelerators", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -201,7 +194,7 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(
         assert "host-1: step 20/20" in said
         assert (tmp_path / "runs" / "two" / "finished.json").exists()
 
-        # Return the overrides that arrive at the ranks if `deepspeed` passes them through the shells.
+        # `deepspeed` passes overrides through the hosts' shells, which expand braces and $(hostname).
         code, said = launch("name=braces", "data.shards=/data/{00000..00003}.tar")
         assert code == 2
         assert "data.shards is given twice" in said
@@ -232,7 +225,9 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(
         for n in ("one", "two")
     )
     assert len(one) >= 20
-    assert one == two, "bit for bit: gloo adds two ranks in either order alike"
+    assert one == two, (
+        "two hosts must give the same bits as one: the sum of two numbers does not depend on their order"
+    )
 
 
 def namespaces(cluster: Any) -> set[int]:
@@ -245,7 +240,7 @@ def namespaces(cluster: Any) -> set[int]:
 
 
 def marked_namespaces(spaces: set[int]) -> list[str]:
-    """Return the processes that still run in one of these sessions."""
+    """Return the /proc entries of processes that still run in one of these namespaces."""
     found = []
     for link in Path("/proc").glob("[0-9]*/ns/*"):
         try:
@@ -261,7 +256,7 @@ def marked_namespaces(spaces: set[int]) -> list[str]:
 def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(
     tmp_path: Path, possible: None, marker: str
 ) -> None:
-    """DeepSpeed's front end ends every process of this name that it finds on its hosts."""
+    """On Ctrl-C, DeepSpeed's front end kills processes by name, but must not reach processes outside of the hosts."""
     python = (BIN / "deepspeed").read_text().splitlines()[0].removeprefix("#!")
     job = ["bash", "-c", f"exec -a '{python} -u -m deepspeed.launcher.launch' sleep 500"]
     with tool.LocalCluster(timeout_s=550) as cluster, subprocess.Popen(job) as outside:
@@ -286,7 +281,7 @@ def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(
 ) -> None:
     def start(*arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(TOOL), *arguments], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(tool.__file__), *arguments], stdout=subprocess.PIPE, text=True
         )
 
     with start(
@@ -307,7 +302,7 @@ def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(
     with start("--timeout", "1", "--", "sleep", "200") as late:
         assert late.wait(timeout=60) == 124
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        # A process that has become a daemon on the other host.
+        # The command starts a daemon on the other host.
         with start(
             "--",
             "sh",

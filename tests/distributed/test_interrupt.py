@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks to save, however often it arrives; a later one ends the process."""
+"""Ctrl-C: the first one asks to save and stop, even if it arrives several times; a later one ends the process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from helpers.launched import hear_interrupts
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored if the tests run as a background job
+    # SIGINT is ignored if the tests run as a background job.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -54,7 +53,7 @@ def test_background_job_of_a_script_ignores_the_interrupt_of_others() -> None:
 def test_interrupt_whose_terminal_is_gone_asks_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`2>&1 | tee log`: the same Ctrl-C has ended the tee."""
+    """With `2>&1 | tee log`, the same Ctrl-C also ends `tee`, so the message cannot be printed."""
 
     def gone(*arguments: object) -> int:
         raise BrokenPipeError
@@ -107,7 +106,8 @@ def test_interrupt_of_a_command_is_one_line() -> None:
             "sleep" in child.name()
             for child in psutil.Process(process.pid).children(recursive=True)
         ):
-            assert time.monotonic() < end  # Python's own imports end in a traceback of Python's
+            # Wait until the command runs. An interrupt during Python's imports would end in a traceback.
+            assert time.monotonic() < end
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
         assert process.stderr is not None

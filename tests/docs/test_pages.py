@@ -89,7 +89,10 @@ def missing(command: list[str]) -> Iterator[str]:
         path = ROOT / name.replace(".", "/")
         if word == "-m" and name.startswith("tools.") and not path.with_suffix(".py").is_file():
             yield name
-        if re.match(r"(tools|tests)/\w+\.py", name) and not (ROOT / name.split("::")[0]).is_file():
+        if (
+            re.match(r"(tools|tests)/[\w/]+\.py", name)
+            and not (ROOT / name.split("::")[0]).is_file()
+        ):
             yield name
 
 
@@ -129,6 +132,7 @@ def test_broken_link_is_found(text: str) -> None:
         "```\ndisco-ds plan --config my.yaml --rank 8   # one rank\n```",
         "`make tests`",
         "    python tools/bench.py\n",
+        "`pytest tests/training/test_nothing.py`",
         "    python -m tools.bench.nothing\n",
         "`deepspeed --module disco_ds.training.train`",
         "`disco-ds train --config quikstart`",

@@ -21,5 +21,5 @@ def test_every_setting_has_a_meaning() -> None:
     assert not bare
     names = {title for title, _ in reference.sections("", Config)}
     assert {"", "data.", "data.sources[].", "optim.image."} <= names, (
-        "the walk must find the groups"
+        "the page must contain groups of settings"
     )

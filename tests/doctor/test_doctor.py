@@ -52,7 +52,7 @@ def test_installed_packages_fit_together() -> None:
 def test_package_outside_of_the_bounds_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version comes first on the path, as after a manual installation."""
+    """A wrong version of DeepSpeed comes first on the path, as after a manual installation."""
     folder = tmp_path / "deepspeed-0.18.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.1\n")
@@ -65,7 +65,7 @@ def test_package_outside_of_the_bounds_is_named(
 
 
 def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> None:
-    """Its operators cannot be loaded, as if torchvision were built for CUDA and torch for the CPU."""
+    """torchvision's operators cannot be loaded, as if it were built for CUDA and torch for the CPU."""
     original = Path(torchvision.__file__).parent
     shutil.copytree(
         original, tmp_path / "torchvision", ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -186,7 +186,7 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
 
 
 def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
-    """The sample with an image of more than one color."""
+    """Replace the image of a sample by one with more than one color."""
     return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
 
 
@@ -308,7 +308,7 @@ def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
         ]
         assert "the 8 slots of this host read up to" in line.found
         assert re.search(r"data.slots=2$", line.found)
-        # On two hosts each has half of the slots.
+        # With two hosts, each has half of the slots.
         assert "fail" not in [line.status for line in look_at_data(config, ranks=8, ranks_here=2)]
 
 
@@ -321,7 +321,7 @@ def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) ->
     )
     lines = look_at_data(data_of(tmp_path), ranks=4)
     assert the(lines, "data.slots").found == "4, 1 per rank"
-    assert ("warn", "data") in statuses(lines), "64 of 40 samples"
+    assert ("warn", "data") in statuses(lines), "the batch of 64 is larger than the 40 samples"
 
 
 def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: 
 
 def test_equal_captions_and_captions_that_fill_the_context_are_warnings(tmp_path: Path) -> None:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
-        if index % 4:  # three of four captions are one text, one of four is longer than the context
+        if index % 4:  # three of four captions are equal, and the fourth is longer than the context
             return sample | {"txt": b"a dog"}
         return drawn(index, sample) | {"txt": b"photo %d " % index + b"of a cat " * 20}
 
@@ -371,7 +371,7 @@ def test_stored_embeddings_of_another_width_are_named(tmp_path: Path) -> None:
 
 
 def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
-    """Crop, caption and tokens are those of the same sample in the run's first epoch."""
+    """The picture shows the crop, caption and tokens that the run's first epoch has for the same samples."""
     config = load_config(
         "quickstart", ["data.workers=0", "data.slots=1", "data.shards=bundled:emoji/unseen"]
     )

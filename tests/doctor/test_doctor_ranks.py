@@ -53,7 +53,9 @@ def test_other_package_on_a_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 2.0.0\n")
     for lines in run_ranks(compare_hosts, 2, tmp_path):
         assert statuses(lines) == [("ok", "hosts")]
-    assert [path.name for path in tmp_path.iterdir()] == ["other"], "the token is removed"
+    assert [path.name for path in tmp_path.iterdir()] == ["other"], (
+        "the file that the check creates must be removed"
+    )
 
 
 # The step
@@ -84,7 +86,10 @@ Case = tuple[str, dict[str, Any], int]
 
 
 def alone(cases: list[Case], ranks: int) -> bytes:
-    """Compute the references, pickled: torch would pass tensors in files that end with this process."""
+    """Compute the reference of each case, and pickle them.
+
+    Without pickling, torch would pass tensors through shared memory that ends with this process.
+    """
     register_loss("local")(Local)
     return pickle.dumps(
         [run_alone(small_settings(loss, given, ranks, count)) for loss, given, count in cases]

@@ -45,6 +45,5 @@ def test_bundled_recipe_passes(
     lines = capsys.readouterr().out.splitlines()
     for words in ("ok    recipe          global batch ", "ok    samples"):
         assert any(line.startswith(words) for line in lines), words
-    assert any(
-        line[6:].startswith("runs folder") for line in lines
-    )  # a warning if the disk is full
+    # This line is a warning if the disk is full.
+    assert any(line[6:].startswith("runs folder") for line in lines)

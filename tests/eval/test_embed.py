@@ -1,4 +1,4 @@
-"""`disco-ds embed`: what it stores is what the teacher sees of the augmented images that training repeats."""
+"""`disco-ds embed` stores the teacher's embeddings of the same augmented images that training later sees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sample(index: int, members: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A recipe for shards of which one sample is broken."""
+    """Write shards with one broken sample, and a recipe that reads them."""
     write_shards(tmp_path / "raw", [9, 4, 7], sample)
     data = {
         "shards": str(tmp_path / "raw"),
@@ -64,7 +64,11 @@ def embed(path: Path, to: Path, *more: str) -> int:
 
 
 def features_of_training(path: Path, to: Path) -> list[float]:
-    """The largest difference between stored embeddings and the teacher's own, of images and texts."""
+    """Compare stored embeddings with those of the teacher for the images and texts that training reads.
+
+    Returns:
+        The largest difference of an image embedding, and that of a text embedding.
+    """
     teacher = {"image": "img.npy", "text": "txt.npy", "scale": 14.0}
     overrides = [f"data.shards={to}", f"teacher={json.dumps(teacher)}", "log.tensorboard=false"]
     worst = [0.0, 0.0]
@@ -72,7 +76,7 @@ def features_of_training(path: Path, to: Path) -> list[float]:
         run = build(load_config(path, [*overrides, "seed=11"]), None, stack)
         model: Any = run.engine.module.eval()
         state = torch.load(path.parent / "teacher.pt", weights_only=True)
-        del state["logit_scale"]  # of another shape here
+        del state["logit_scale"]  # its shape differs in this package
         model.load_state_dict(state, strict=False)
         views = set()
         for _ in range(6):
@@ -96,7 +100,7 @@ def test_stored_embeddings_are_those_of_what_training_sees(path: Path, tmp_path:
     to = tmp_path / "embedded"
     assert embed(path, to) == 0
     counts = [shard.samples for shard in read_manifest(to / "manifest.json").values()]
-    assert counts == [8, 4, 7], "the broken sample is left out"
+    assert counts == [8, 4, 7], "the broken sample must be left out"
     (worst,) = run_ranks(features_of_training, 1, path, to)
     assert max(worst) < 1e-3, worst
 
@@ -124,7 +128,7 @@ def test_interrupted_command_continues_on_any_number_of_ranks(
     for name, data in contents(whole).items():
         if name.endswith(".tar"):
             assert (to / name).read_bytes() == data
-    assert (to / "000001.tar").stat().st_ino == first, "it is not written again"
+    assert (to / "000001.tar").stat().st_ino == first, "a complete shard must not be written again"
 
 
 def few_files(path: Path, to: Path) -> int:
@@ -141,7 +145,7 @@ def test_large_batches_need_few_open_files(path: Path, tmp_path: Path) -> None:
 
 
 class OneUnreadable(Source):
-    """Three samples. Reading the second fails."""
+    """A source of three samples. Reading the second one fails."""
 
     sizes: ClassVar[list[int]] = [3]
     fingerprint = "one unreadable"

@@ -40,7 +40,7 @@ from helpers.trained import write_run
 
 
 def accuracies(path: Path, stage: int) -> tuple[Result, tuple[float, float]]:
-    """Return the accuracy of all ranks and of a plain loop, after some training so that it is not zero."""
+    """Train a little, and evaluate. Return the result of all ranks, and top-1 and top-5 of a plain loop."""
     overrides = [
         f"deepspeed.zero_optimization.stage={stage}",
         "steps=45",
@@ -79,11 +79,13 @@ def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
         top1, top5 = found.values["top1"], found.values["top5"]
         assert (top1, top5) == pytest.approx(plain, abs=1.5 / 155)
         assert found.values["recall"] == pytest.approx(top1)
-        assert top5 > 1.5 * 5 * found.values["chance"], "without training, zeros would agree"
+        assert top5 > 1.5 * 5 * found.values["chance"], (
+            "an accuracy near chance would not show a difference"
+        )
 
 
 class Alike(nn.Module):
-    """Features that are all equal. The features of one side may have another value."""
+    """A model whose features are all equal. The argument `image` or `text` sets the value of that side."""
 
     def __init__(self, **values: float) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ def settings(folder: Path) -> EvalSettings:
 
 
 def encoders(model: Any) -> tuple[Any, Any, Any]:
-    """Return encoders like clip_benchmark's: with open_clip's transform, towers and tokenizer."""
+    """Return functions that encode images, texts and classes as clip_benchmark does, with open_clip's functions."""
     transform = open_clip.image_transform(IMAGE_SIZE, is_train=False)
     tokenize = open_clip.tokenize
 
@@ -160,7 +162,11 @@ def encoders(model: Any) -> tuple[Any, Any, Any]:
 
 
 def expected(model: Any, folder: Path) -> tuple[list[float], list[float]]:
-    """Compute top-1 and recall on `folder` and `benchmark`, and the retrieval on `captioned`, from whole matrices."""
+    """Compute the expected results in a plain loop, with whole similarity matrices.
+
+    Returns:
+        Top-1 and mean per-class recall of the sets `folder` and `benchmark`; the retrieval metrics of `captioned`.
+    """
     image, text, classes = encoders(model)
     imagenet = [fill("{}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES]
     figures = []
@@ -226,7 +232,10 @@ def layouts(tmp_path: Path) -> Path:
 
 
 def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of a run with evaluations and of the same run without."""
+    """Return the records of two equal runs: "0" evaluates only at the end, "1" after every step.
+
+    Also check that the checkpoint of the second run gives the same results as the run.
+    """
     found = {}
     for every in (0, 1):
         overrides = [f"eval.every_steps={every}", f"name=every{every}-{stage}", "steps=2"]
@@ -286,7 +295,10 @@ def test_every_layout_at_any_number_of_ranks_and_training_goes_on_undisturbed(si
 
 
 def check_figures(results: list[Any], plain: tuple[list[float], list[float]]) -> None:
-    """`single` has fewer images than ranks and one label, `folder` a class without images and a broken image."""
+    """Compare the results with those of a plain loop.
+
+    The set `single` has fewer images than ranks. `folder` has a class without images, and a broken image.
+    """
     folder, benchmark, single, captioned = results
     accuracies, recalls = plain
     values = [
@@ -381,9 +393,8 @@ def test_command_prints_a_table_and_writes_json(layouts):
         cwd=layouts,
     )
     assert done.returncode == 0, done.stderr
-    lines = [
-        line.split() for line in done.stdout.splitlines() if not line.startswith("[")
-    ]  # DeepSpeed's
+    # Lines that begin with a bracket are from DeepSpeed.
+    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("[")]
     assert [line[0] for line in lines] == ["zero-shot", "folder", "benchmark", "retrieval", "c"]
     assert lines[1][-3:] == ["3", "5", "1"]
     folder, _, captioned = json.loads((layouts / "out.json").read_text())["sets"]

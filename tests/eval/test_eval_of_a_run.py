@@ -1,4 +1,4 @@
-"""An evaluation during a run, and `disco-ds eval` of its checkpoint, give the same values."""
+"""An evaluation during a run and `disco-ds eval` of its checkpoint give the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of the image tower: scikit-learn's accuracies on features that are computed in one process."""
+"""Probes of the image tower have the accuracies that scikit-learn computes from the features of one process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DATA = DataSettings(source="synthetic")
 
 
 def encode_alone(name: str, settings: EvalSettings) -> list[Any]:
-    """Return features and labels of both sets, from one forward pass each, in a process with a rank's settings."""
+    """Return features and labels of both sets, each from one forward pass, with the thread settings of a rank."""
     (item,) = load_sets(settings, DATA)
     model, _ = make_model(name)
     model.eval()
@@ -75,7 +75,7 @@ def vote(distance: Any) -> Any:
 
 
 def make_features(num_classes: int, count: int, seed: int) -> tuple[Any, Any]:
-    """Return unit features that are close to each other, with small differences between classes under large noise."""
+    """Return labeled unit features that are all close to each other. The noise exceeds the distance between classes."""
     centers = np.random.default_rng(0).normal(size=(num_classes, 16))
     labels = np.repeat(np.arange(num_classes), count)
     features = 50 + 4 * np.random.default_rng(seed).normal(size=(len(labels), 16))

@@ -48,14 +48,16 @@ def refused(folder: Path | str, *words: str, **changes: object) -> None:
 
 def test_imagenet_folders_have_open_clips_names_and_templates(tmp_path: Path) -> None:
     some = load(write_folder(tmp_path / "some"))
-    assert some.classes == WNIDS, "evaluated among its own classes, as ImageNet-R is"
+    assert some.classes == WNIDS, (
+        "images must be classified among the classes of their set only, as for ImageNet-R"
+    )
     assert isinstance(some.source, ImageFolder)
     assert some.source.sizes == [3, 3, 0]
     assert some.templates == tuple(fill("{c}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
     numbered = load(make_folder(tmp_path / "v2", [str(number) for number in range(1000)]))
     assert list(numbered.classes.values()) == list(open_clip.IMAGENET_CLASSNAMES)
     assert list(numbered.classes) == [str(number) for number in range(1000)], (
-        "in the order of the numbers"
+        "classes must be in the order of their numbers"
     )
 
 
@@ -231,10 +233,10 @@ def test_ranks_are_those_of_a_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> N
 def test_features_that_are_all_alike_find_nothing() -> None:
     ids = torch.arange(40)
     alike = torch.nn.functional.normalize(torch.ones(40, 8), dim=1)
-    assert find_ranks(alike, ids, alike, ids).eq(40).all(), "a tie counts as wrong"
+    assert find_ranks(alike, ids, alike, ids).eq(40).all(), "a tie must count as wrong"
     captions = ids.repeat_interleave(5)
     found = find_ranks(alike, ids, alike.repeat_interleave(5, 0), captions)
-    assert found.eq(1 + 39 * 5).all(), "the other captions of the image are no mistakes"
+    assert found.eq(1 + 39 * 5).all(), "other captions of the same image must not count as mistakes"
     loss, i2t, t2i = score_batch(alike, alike, torch.ones(1)).tolist()
     assert (i2t, t2i) == (0, 0)
     assert loss == pytest.approx(math.log(40))

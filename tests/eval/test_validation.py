@@ -24,7 +24,7 @@ DATA = DataSettings(shards=SHARDS, image_key="png")
 
 
 def losses(model_file: str, batch: int) -> tuple[Result, list[float]]:
-    """Return the result of all ranks, and loss and accuracies of a plain loop over whole batches."""
+    """Return the result of all ranks, and the loss and accuracies that a plain loop over whole batches gives."""
     torch.manual_seed(0)
     settings = ModelSettings(name=model_file, token_embedding_std=1.0)
     model = build_model(settings, initial_scale=20.0).eval()
@@ -68,7 +68,7 @@ def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(
 
 
 def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -> None:
-    """The settings of the training data, which are shards, name other members."""
+    """The training data are shards, whose image and caption settings do not fit the csv."""
     for number in range(3):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     rows = "".join(f"{number}.png\tpicture {number}\n" for number in range(3))
@@ -89,7 +89,7 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
 
 
 class ByColor(torch.nn.Module):
-    """A perfect model for images whose red channel is the number at the beginning of the caption."""
+    """A model that matches perfectly if the red channel of an image is the number with which its caption begins."""
 
     def forward(
         self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
@@ -117,7 +117,7 @@ def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: in
         (number, words) for words in ("", "seen", "shown", "drawn", "again") for number in range(12)
     ]
     lines = [f"{'./' * (not words)}{number}.png\t{number} {words}\n" for number, words in rows]
-    # A row without a caption loses only that caption. A missing image is counted once.
+    # If a row has no caption, only that row is lost. An image that is missing in several rows counts once.
     lines += ["3.png\t\n", "none.png\t0\n", "none.png\t1\n", "4.png\t4\ttoo many\n"]
     (tmp_path / "five.csv").write_text("filepath\ttitle\n" + "".join(lines))
     for retrieval, validation in run_ranks(evaluate_table, size, tmp_path):
@@ -128,7 +128,7 @@ def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: in
 
 
 class Norm(torch.nn.Module):
-    """Two towers that consist of one batch normalization."""
+    """Two towers that share one batch normalization and have nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def losses_with_statistics(batch: int) -> float:
 
 
 def test_statistics_of_batch_normalization_are_rank_0s() -> None:
-    """A checkpoint contains those, so its evaluation equals the one during the run."""
+    """A checkpoint contains the statistics of rank 0. So its evaluation equals the one during the run."""
     (alone,) = run_ranks(losses_with_statistics, 1, 40)
     assert run_ranks(losses_with_statistics, 2, 40) == pytest.approx([alone] * 2, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The programs of examples/, and open_clip's training loop with our loss compared with open_clip alone."""
+"""The programs in examples/, and open_clip's training loop with our loss, compared with open_clip alone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_losses_alone_prints_the_same_on_two_ranks() -> None:
 
 
 class Batches:
-    """A loader for open_clip's loop: some rows of each batch."""
+    """A data loader for open_clip's loop that yields the given rows of each global batch."""
 
     num_batches, num_samples = STEPS, STEPS * B
 
@@ -117,7 +117,7 @@ class Batches:
 
 
 def train(loss: nn.Module, rows: slice, wrap: bool) -> dict[str, Tensor]:
-    """Run open_clip's loop on some rows of each batch, and return the weights."""
+    """Run open_clip's loop on the given rows of each global batch, and return the weights."""
     torch.manual_seed(1)
     model: nn.Module = open_clip.CLIP(**TINY, output_dict=True)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -160,8 +160,8 @@ def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
 def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureRequest) -> None:
     source = Path(__file__).read_text()
     page = (ROOT / "docs" / "custom_loop.md").read_text()
-    # docs/extending.md describes these; test_own_model, test_own_loss and test_own_source run them. test_export runs
-    # benchmark_exports.py (docs/evaluation.md).
+    # These are run by test_own_model, test_own_loss, test_own_source and test_export. docs/extending.md describes the
+    # first three, docs/evaluation.md the last one.
     elsewhere = {"own_model.py", "smoothed_loss.py", "sqlite_source.py", "benchmark_exports.py"}
     for path in (ROOT / "examples").glob("*.py"):
         if path.name in elsewhere:

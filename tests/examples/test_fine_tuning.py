@@ -45,7 +45,7 @@ SLOW = ("siglip", "siglip2", "siglip with InfoNCE", "siglip2 with InfoNCE")
 
 
 def make_weights(kind: str, folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
-    """Write a model config, and return its path, and a pretrained model and its state dict as on the hub."""
+    """Write a model config. Return its path, a model that stands for a pretrained one, and its state dict."""
     name = folder / f"{kind}.json"
     name.write_text(json.dumps(architecture(kind, folder)))
     torch.manual_seed(0)
@@ -73,9 +73,7 @@ def evaluate(to: Path, *words: object) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_exports(run: Path, for_open_clip: Path, for_transformers: Path) -> Any:
-    """Compare the features of both exports with those of the run, for the same texts and pixels. Return open_clip's
-    model.
-    """
+    """Check that both exports compute the features of the run. Return the export's model as open_clip loads it."""
     weights = read_weights(run)
     ours: Any = build_from(weights)
     model: Any = open_clip.create_model(f"local-dir:{for_open_clip}").eval()
@@ -125,7 +123,7 @@ def test_pretrained_weights_are_evaluated_trained_and_exported(case: str, tmp_pa
     run = tmp_path / "runs" / "tiny"
     scales = [record["scale"] for record in records(run) if "scale" in record]
     assert scales[0] == pytest.approx(SCALE)
-    # The scale is above model.max_scale. It must neither be clamped nor rise.
+    # The pretrained scale is above model.max_scale. It must not be clamped, and it must not rise.
     assert len(scales) == 2
     assert SCALE * 0.99 < scales[1] <= SCALE * 1.00001
     after = evaluate(tmp_path / "after.json", run)

@@ -52,7 +52,7 @@ TINY = {
 
 
 class FoundError(Exception):
-    """Carries open_clip's parser out of the function that builds it."""
+    """Carries the flags of open_clip's parser out of the function that builds it."""
 
 
 def open_clip_flags() -> set[str]:
@@ -100,7 +100,7 @@ def test_flag_of_open_clip_on_the_command_line_is_explained(
 
 
 def weights(name: str, folder: Path, model: str) -> list[str]:
-    """Return overrides that replace a recipe's pretrained weights, which would be fetched, by a file."""
+    """Return overrides that replace a recipe's pretrained weights by a local file, so that nothing is downloaded."""
     if name not in ("lit", "fine_tune"):
         return []
     whole = open_clip.create_model(register_config(model))

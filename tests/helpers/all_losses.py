@@ -1,4 +1,4 @@
-"""The InfoNCE losses with their options, and one evaluation of a loss over the ranks."""
+"""The InfoNCE losses with options for small tests, and a function that evaluates a loss on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
 from helpers.oracle import Answer, answer
 
-TILE = {"tile": (64, 64)}  # edges, and several tiles
+TILE = {"tile": (64, 64)}  # small, so that a matrix has several tiles, some of them partial
 
 
 LOSSES: list[tuple[str, dict[str, Any]]] = [
@@ -33,8 +33,18 @@ def evaluate(
     scale: float,
     upstream: float = 1.0,
 ) -> Answer:
-    """Compute a loss on this rank's rows, and average over ranks as an engine would. All ranks return the same
-    Answer.
+    """Compute a loss on this rank's rows, and average over ranks as an engine would. Collective.
+
+    Args:
+        name: Name of the loss.
+        options: Its options.
+        image: [B, D], the rows of all ranks.
+        text: [B, D], the rows of all ranks.
+        scale: The logit scale.
+        upstream: The loss is multiplied by this factor before backward, and the gradients are divided by it.
+
+    Returns:
+        The loss and its gradients for the whole batch, equal on all ranks.
     """
     N, n = comm.size(), comm.rank()
     b = len(image) // N

@@ -31,7 +31,7 @@ WORDS = [
 
 
 def write_tokenizer(folder: Path, kind: str) -> str:
-    """A small tokenizer in a local folder, of the class that the hub's SigLIP (T5) or SigLIP 2 (Gemma) models have."""
+    """Save a small tokenizer of the class that SigLIP (T5) or SigLIP 2 (Gemma) uses. Return the folder."""
     if kind == "siglip":
         scores = [(word, -float(i)) for i, word in enumerate(WORDS)]
         tokenizer: Any = transformers.T5Tokenizer(vocab=scores, eos_token="<eos>", extra_ids=0)
@@ -43,7 +43,7 @@ def write_tokenizer(folder: Path, kind: str) -> str:
 
 
 def write_words(folder: Path, words: list[str], pad: str = "[PAD]") -> str:
-    """A tokenizer of whole words whose end token, [SEP], comes before the words."""
+    """Save a tokenizer of whole words. The id of its end token, [SEP], is smaller than all ids of words."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     vocabulary = {word: i for i, word in enumerate(special + words)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -91,7 +91,7 @@ def architecture(kind: str, folder: Path, length: int = 12) -> dict[str, Any]:
 
 @register_model
 def tiny_siglip(**options: Any) -> VisionTransformer:
-    """A small tower like timm's vit_base_patch16_siglip_224."""
+    """Build a small tower like timm's vit_base_patch16_siglip_224."""
     size = {"patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
     return VisionTransformer(
         32,
@@ -105,5 +105,5 @@ def tiny_siglip(**options: Any) -> VisionTransformer:
 
 @register_model
 def tiny_siglip2(**_: Any) -> VisionTransformer:
-    """A small tower like timm's vit_giantopt_patch16_siglip_256."""
+    """Build a small tower like timm's vit_giantopt_patch16_siglip_256."""
     return tiny_siglip(act="gelu_tanh")

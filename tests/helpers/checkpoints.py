@@ -61,7 +61,7 @@ def save_now(
     data_state: dict[str, Any],
     loss_state: dict[str, Any],
 ) -> Path:
-    """Write a complete checkpoint and wait for it. Collective. Returns its folder."""
+    """Write a checkpoint, wait until it is complete, and return its folder. Collective."""
     return finish(start_save(folder, engine, RunState(meta, data_state, loss_state)))
 
 
@@ -75,7 +75,7 @@ def finish(save: Save) -> Path:
 
 
 def describe(path: Path, meta: dict[str, Any]) -> None:
-    """Write checkpoint.json for the files in the folder."""
+    """Write checkpoint.json with the sizes and checksums of the files that are now in the folder."""
     files = [file for file in path.rglob("*") if file.is_file() and file.name != META]
     sums = {str(file.relative_to(path)): sha256(file.read_bytes()).hexdigest() for file in files}
     meta["files"] = {
@@ -93,7 +93,7 @@ def flip(path: Path) -> None:
 
 
 class Bomb:
-    """An object whose pickle makes a file when it is loaded."""
+    """An object whose pickle contains code: unpickling it creates a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -103,7 +103,7 @@ class Bomb:
 
 
 def plant(path: Path, name: str, mark: Path) -> None:
-    """Replace a checkpoint's file by code. Update its size in checkpoint.json, but not its checksum."""
+    """Replace a file of a checkpoint by a pickle that creates `mark`. Correct only the size in checkpoint.json."""
     torch.save({"module": Bomb(mark)}, path / name)
     meta = json.loads((path / META).read_text())
     meta["files"][name]["bytes"] = (path / name).stat().st_size

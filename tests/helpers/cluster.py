@@ -31,7 +31,7 @@ def marked(marker: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield an environment variable of all processes of a test. None of them may outlive the test."""
+    """Yield the name of an environment variable that all processes of a test inherit, and check that all have ended."""
     name = f"DISCO_TEST_{uuid.uuid4().hex}"
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
@@ -61,7 +61,7 @@ def possible() -> None:
 def cluster_launch(
     cluster: Any, folder: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `disco-ds launch` on all hosts, from the first; its output goes to log.txt."""
+    """Run `disco-ds launch` on the first host, for all hosts. Its output goes to log.txt."""
     front = ["--hostfile", str(tool.HOSTFILE), "--deepspeed", f"--master_port {free_port()}"]
     with (folder / "log.txt").open("ab") as log:
         words = [sys.executable, "-m", "disco_ds", "launch", *front, *arguments]
@@ -76,7 +76,10 @@ def cluster_launch(
 
 
 def of_the_run(name: str) -> list[psutil.Process]:
-    """Return the launchers, ranks, data workers and ssh processes of the launch on all hosts, without sshd."""
+    """Return the processes of a launch on all hosts, found by the marker `name`.
+
+    These are launchers, ranks, data workers, and the clients of ssh, but not sshd.
+    """
     kinds = ("disco_ds", "deepspeed", "multiprocessing", "pdsh")
     return [
         process
@@ -86,7 +89,7 @@ def of_the_run(name: str) -> list[psutil.Process]:
 
 
 def words(process: psutil.Process) -> list[str]:
-    """Return the command line; empty if the process has ended."""
+    """Return the command line of a process, or [] if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Models that are trained in a loop of one's own: two towers, or one encoder for both sides."""
+"""Models for tests of custom training loops: two towers, or one encoder for both sides."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Batch = dict[str, Any]
 
 
 class Drop(nn.Module):
-    """Dropout whose mask is the same in every precision."""
+    """Dropout that draws the same mask in every precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.rand(x.shape, device=x.device) > 0.3) / 0.7 if self.training else x
 
 
 class Checkpointed(nn.Sequential):
-    """Recomputes its activations in backward, dropout included."""
+    """A sequence of layers with activation checkpointing. Backward recomputes them, including their dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -37,7 +37,7 @@ def encoder() -> nn.Module:
 
 
 class TwoTowers(nn.Module):
-    """Image and text, with the learned scale inside, as ZeRO 3 needs it."""
+    """An image tower, a text tower, and the learned scale, which is part of the model because ZeRO 3 needs that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TwoTowers(nn.Module):
 
 
 class BiEncoder(nn.Module):
-    """One tower for both sides."""
+    """One encoder for both sides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes with a free port and a timeout. One spawn serves many cases."""
+"""Real ranks for tests: gloo processes with a free port and a timeout. Starting them takes long, so share them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,26 @@ def run_ranks(
     method: str = "forkserver",
     joined: bool = True,
 ) -> list[Any]:
-    """function(*args) on `size` ranks with comm initialized; what each returned, in rank order.
+    """Call function(*args) in `size` new processes, each a rank. No process outlives this call.
 
-    `method` "spawn": processes that have imported nothing yet, for what reads the environment as it is imported.
-    Without `joined` the ranks only have a launcher's variables, and no process group.
+    If a rank raises, dies or is too slow, the test fails and shows that rank's traceback or exit code.
 
-    Fails the test with the traceback of the first rank that raised, died or was too slow; no process outlives it.
+    Args:
+        function: A function that can be pickled.
+        size: Number of ranks.
+        args: Its arguments.
+        timeout_s: Time limit for all ranks together.
+        method: "forkserver", or "spawn" for code that reads the environment when it is imported: spawned processes
+            have not imported anything yet.
+        joined: Whether to initialize comm in the ranks. If not, they only have a launcher's environment variables.
+
+    Returns:
+        What each rank returned, in the order of ranks.
     """
     context = multiprocessing.get_context(method)
     port = free_port()
-    output = Connection(
-        os.dup(1), readable=False
-    )  # a Connection can be sent to the ranks, a file descriptor cannot
+    # A Connection can be sent to the ranks, but a file descriptor cannot.
+    output = Connection(os.dup(1), readable=False)
     pipes, processes = [], []
     for rank in range(size):
         receive, send = context.Pipe(duplex=False)
@@ -60,10 +68,10 @@ def run_ranks(
 
 
 def start_server() -> None:
-    """Start the server from which ranks are forked, so that no rank repeats its imports (8 s).
+    """Start the server from which ranks are forked, with all imports done, so that no rank repeats them (8 s).
 
-    They include what a run imports late: TensorBoard, matplotlib, and DeepSpeed's Muon, which imports torch.compile's
-    back end.
+    This includes modules that a run imports late: TensorBoard, matplotlib, and DeepSpeed's Muon, which imports the back
+    end of torch.compile.
     """
     late = ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.tensorboard"]
     drawing = ["matplotlib.figure", "matplotlib.style", "matplotlib.backends.backend_agg"]
@@ -116,8 +124,8 @@ def _enter(
     args: tuple[Any, ...],
     joined: bool,
 ) -> None:
-    gc.freeze()  # collections need not scan what the fork server has imported
-    # The fork server's environment is older than the test's.
+    gc.freeze()  # the garbage collector need not scan the modules of the fork server
+    # The fork server was started with an older environment than the test has now.
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
@@ -138,12 +146,12 @@ def _enter(
 
 
 def become_rank(number: int, port: int, log: Path) -> None:
-    """Make this process, which a test has started by hand, one of two ranks that write all they print into a file."""
+    """Make this process one of two ranks, and redirect its output to `log`. For processes not from run_ranks."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch  # other processes of this file choose when to import it
+    import torch  # not at the top, because importing this module must not import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Helpers for the lines of the doctor's checks, and a recipe with data."""
+"""Helpers for tests of the doctor: access to the lines of its report, and settings with data."""
 
 from __future__ import annotations
 

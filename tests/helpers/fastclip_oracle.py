@@ -23,7 +23,7 @@ def as_tensor(values: list[float]) -> Tensor:
 
 
 class Sample:
-    """The state of one sample and side. It contains u, not its logarithm."""
+    """The state of one side of one sample. Unlike the package, which stores log u, it stores u."""
 
     def __init__(self, tau: float):
         self.u: float | None = None
@@ -31,7 +31,7 @@ class Sample:
 
 
 class Oracle:
-    """Steps over global batches; the state of samples is two dictionaries of numbers."""
+    """The loss and its state per sample, for whole global batches."""
 
     def __init__(
         self,
@@ -111,9 +111,7 @@ class Oracle:
 
 
 def make_loss(name: str, num_samples: int = NUM_SAMPLES, **options: Any) -> FastCLIPLoss:
-    """Build a FastCLIP loss with state for `num_samples`. The tiles are small, so that a test has several, some
-    partial.
-    """
+    """Build a FastCLIP loss with state for `num_samples` samples, and with tiles so small that some are partial."""
     loss = build_loss(name, **{"tile": (8, 16)} | options)
     assert isinstance(loss, FastCLIPLoss)
     loss.set_num_samples(num_samples, num_samples)

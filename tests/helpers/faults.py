@@ -17,11 +17,11 @@ from disco_ds.training.build import Run, build
 from disco_ds.training.loop import train
 
 At = Callable[[Run, int], None]
-"""Called with the number of each batch, from 1, before its loss."""
+"""A hook that is called before the loss of each batch, with the run and the batch's number, from 1."""
 
 
 def start(config: Config, at: At, stack: ExitStack, resume: str | None = None) -> Run:
-    """Run a training in which `at` causes faults."""
+    """Build a run whose loss calls `at`, which may cause faults."""
     run = build(config, resume, stack)
     count = itertools.count(1)
     run.loss.register_forward_pre_hook(lambda *_: at(run, next(count)))
@@ -33,7 +33,11 @@ def nothing(run: Run, number: int) -> None:
 
 
 def poisoned(kinds: dict[int, str]) -> At:
-    """On rank 1 only: a NaN of the loss alone, or an infinite gradient of a finite loss."""
+    """Return a hook that spoils batches on rank 1: "loss" makes the loss NaN, "gradient" only its gradient infinite.
+
+    Args:
+        kinds: Number of a batch -> "loss" or "gradient".
+    """
 
     def at(run: Run, number: int) -> None:
         if comm.rank() == 1 and number in kinds:
@@ -44,7 +48,7 @@ def poisoned(kinds: dict[int, str]) -> At:
 
 
 def failure(config: Config, at: At, kind: type[Exception]) -> str:
-    """Return the message of a run that ends with this error. It must be the same on every rank."""
+    """Train until the run fails with an error of this type. Return its message, which must be equal on all ranks."""
     with ExitStack() as stack, pytest.raises(kind) as caught:
         train(start(config, at, stack))
     said = comm.gather_objects(str(caught.value))
@@ -64,6 +68,7 @@ SPOIL = {"loss": spoil_loss, "gradient": spoil_gradient}
 
 
 def leave_out(run: Run, numbers: set[int]) -> Callable[..., StepData]:
+    """Return a replacement for run.loader.start_step that passes over the batches with these numbers, from 1."""
     start, count = run.loader.start_step, iter(range(1, 100))
 
     def wanted(**arguments: Any) -> StepData:
@@ -75,5 +80,5 @@ def leave_out(run: Run, numbers: set[int]) -> Callable[..., StepData]:
 
 
 NAN, INF = 3, 4
-"""Batches of the poisoned runs."""
+"""Numbers of the spoiled batches: one with a NaN loss, one with an infinite gradient."""
 BOTH = {NAN: "loss", INF: "gradient"}

@@ -77,7 +77,7 @@ def hear_interrupts() -> None:
 def launched(
     kind: str, ranks: int, arguments: list[str], folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run in a new session, and end all its processes with the block."""
+    """Start a run in a new session. When the block ends, kill all processes of the session."""
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             launch_command(kind, ranks, arguments),
@@ -109,7 +109,7 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def ranks_of(session: int) -> list[psutil.Process]:
-    """Return the trainers of a session by rank. Data workers are their children."""
+    """Return the trainer processes of a session, in the order of ranks. Their children are the data workers."""
     trainers = [
         p
         for p in members(session)
@@ -160,7 +160,7 @@ def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
 
 
 def train_without_launcher(folder: Path, arguments: list[str]) -> None:
-    """Train as one rank in a process of run_ranks, which starts faster than a launcher."""
+    """Train in this process, which is already a rank of run_ranks. That starts faster than a launcher."""
     os.chdir(folder)
     args = parse_args(["train", *arguments])
     with ExitStack() as stack:
@@ -168,7 +168,7 @@ def train_without_launcher(folder: Path, arguments: list[str]) -> None:
 
 
 def train_until_killed(folder: Path, arguments: list[str], name: str, step: int) -> Path:
-    """Train on two ranks without a launcher, SIGKILL the second one after a step, and return the run's folder."""
+    """Train on two ranks without a launcher, kill rank 1 with SIGKILL after a step, and return the run folder."""
     run, port = folder / "runs" / name, free_port()
     context = multiprocessing.get_context("forkserver")
     given = (port, folder, arguments)
@@ -184,7 +184,7 @@ def train_until_killed(folder: Path, arguments: list[str], name: str, step: int)
             120,
         )
         ranks[1].kill()
-        ranks[0].join(30)  # it finds that the other is lost
+        ranks[0].join(30)  # it notices that rank 1 is lost, and ends
         assert ranks[0].exitcode == 1
     finally:
         for rank in ranks:
@@ -195,7 +195,7 @@ def train_until_killed(folder: Path, arguments: list[str], name: str, step: int)
 
 
 def _train_alone(number: int, port: int, folder: Path, arguments: list[str]) -> None:
-    """One of two ranks, started without a launcher."""
+    """Train as one of two ranks, without a launcher."""
     become_rank(number, port, folder / f"{number}.log")
     with comm.session(60):
         train_without_launcher(folder, arguments)
@@ -206,7 +206,7 @@ def _launcher(session: int) -> psutil.Process:
 
 
 def equal_checkpoints(first: Path, second: Path) -> None:
-    """Compare weights, optimizer and our state bit by bit."""
+    """Check that two checkpoints have bit-identical weights, optimizer states and states of this package."""
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*.pt"))
     assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*.pt"))
     for name in names:

@@ -1,9 +1,10 @@
 """Make the tests independent of the machine. This module is imported first.
 
-Ranks are processes of the CPU, on a machine with GPUs too, unless DISCO_DS_TEST_DEVICE is `cuda`, as `make test-gpu`
-sets it; tests marked `gpu` run where it is `cuda` or `cpu`. What a launcher or an allocation has set is removed, and
-servers of tests are asked without a proxy. fp16 is asked for: DeepSpeed refuses it on a processor without.
-`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test` hides it, from every process, on a processor that has it.
+- Ranks use the CPU, even on a machine with GPUs, unless DISCO_DS_TEST_DEVICE is `cuda`, as `make test-gpu` sets it.
+- Tests marked `gpu` are skipped unless DISCO_DS_TEST_DEVICE is `cuda` or `cpu`.
+- Variables that a launcher or a scheduler has set are removed, and local test servers are reached without a proxy.
+- Tests of fp16 are skipped on a CPU without fp16, because DeepSpeed refuses it there. To test as on such a CPU, use
+  `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ for name in list(os.environ):
     if name in LAUNCHED or name.startswith(SCHEDULED):
         del os.environ[name]
 DEVICE = os.environ.get("DISCO_DS_TEST_DEVICE", "")
-"""Device of the tests that are marked `gpu`. If it is empty, they are skipped."""
+"""Device of the tests that are marked `gpu`: "cuda", "cpu", or "" to skip them."""
 if DEVICE not in ("", "cpu", "cuda"):
     raise ValueError(f"DISCO_DS_TEST_DEVICE is {DEVICE}; it may be cuda or cpu")
 if DEVICE == "cuda" and not torch.cuda.is_available():
@@ -46,7 +47,7 @@ needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16
 
 @contextmanager
 def many_open_files() -> Iterator[None]:
-    """In the block, new file descriptors are above 1,024, which select() cannot handle."""
+    """Make new file descriptors in the block larger than 1,023, which select() cannot handle."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]

@@ -1,4 +1,4 @@
-"""rclone's servers, and a proxy in front of them that cuts connections."""
+"""Object stores on this host: rclone as the server, behind a proxy that can cut connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 class Proxy:
-    """Forwards connections to a port of this host. It counts what the server sends, and may cut connections."""
+    """Forwards connections to a port of this host, counts the bytes that the server sends, and may cut connections."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -31,7 +31,7 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self.sent = 0
         self.cuts: list[int] = []
-        """Numbers of bytes after which the next connections break, one for each connection that sends more."""
+        """Lengths at which responses are cut. Each applies once: to the next connection that would exceed it."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Proxy:
                     part = data[: self.cuts.pop(0) - done]
                     target.sendall(part)
                     self.sent += len(part)
-                    # The client must get all of it before it sees the end.
+                    # Close only this direction and wait, so that the client receives these bytes before the end.
                     target.shutdown(socket.SHUT_WR)
                     time.sleep(0.3)
                     break
@@ -68,7 +68,7 @@ class Proxy:
 
 @contextmanager
 def serve_rclone(kind: str, folder: Path, *options: str) -> Iterator[Proxy]:
-    """Serve a folder with `rclone serve`, behind a proxy. For s3, the sub-folders are buckets."""
+    """Serve a folder with `rclone serve KIND`, behind a proxy. If the kind is s3, the sub-folders are buckets."""
     port = free_port()
     program = Path(sys.executable).parent / "rclone"
     command = [str(program), "serve", kind, *options, "--addr", f"127.0.0.1:{port}", str(folder)]

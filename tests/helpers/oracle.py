@@ -1,4 +1,4 @@
-"""The contrastive loss in plain float64 on one process, and how far a result is from it (docs/losses.md section 2)."""
+"""Float64 references for contrastive losses on one process, and errors relative to them (docs/losses.md section 2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass
 class Answer:
-    """Loss and gradients of the global mean loss; dI, dT [B, D]."""
+    """The mean loss over the global batch and its gradients: dI and dT [B, D], and ds of the logit scale."""
 
     loss: float
     dI: Tensor  # noqa: N815
@@ -38,7 +38,7 @@ def infonce(image: Tensor, text: Tensor, scale: float) -> Answer:
 
 
 def naive(image: Tensor, text: Tensor, scale: float) -> Answer:
-    """The same with cross_entropy, in the precision of the inputs."""
+    """InfoNCE with cross_entropy, in the precision of the inputs."""
     I, T = (x.detach().clone().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=image.dtype, requires_grad=True)
     logits = s * I @ T.T
@@ -56,7 +56,7 @@ def _one_way(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
 
 
 def grouped(image: Tensor, text: Tensor, scale: float, group_id: Tensor, same_group: str) -> Answer:
-    """InfoNCE whose pairs of the same group are ignored, or are all positives."""
+    """InfoNCE in which pairs of the same group are ignored, or are all positives, as `same_group` says."""
     I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     same = group_id[:, None] == group_id
@@ -80,7 +80,11 @@ def _one_way_grouped(a: Tensor, b: Tensor, s: Tensor, same: Tensor, same_group: 
 def grouped_sigmoid(
     image: Tensor, text: Tensor, scale: float, bias: float, group_id: Tensor, same_group: str
 ) -> tuple[Answer, float]:
-    """The sigmoid loss whose pairs of the same group are ignored, or are all positives; and the bias's gradient."""
+    """The sigmoid loss in which pairs of the same group are ignored, or are all positives.
+
+    Returns:
+        The loss and its gradients, and the gradient of the bias.
+    """
     I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
     s, beta = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (scale, bias))
     same = group_id[:, None] == group_id
@@ -96,7 +100,11 @@ def grouped_sigmoid(
 
 
 def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
-    """Largest row error over max(largest row of the true gradient, s/B); loss and ds relative to max(|value|, 1)."""
+    """Return the relative error of the loss and of each gradient.
+
+    For dI and dT, it is the largest norm of a row of the difference, divided by the largest norm of a row of the true
+    gradient or by s / B if that is larger. For the loss and ds, it is relative to max(|true value|, 1).
+    """
     floor = scale / len(true.dI)
 
     def rows(mine: Tensor, truth: Tensor) -> float:
@@ -115,8 +123,15 @@ def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
 def features(
     B: int, D: int, dtype: torch.dtype, kind: str = "random", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return unit rows: "random" pairs are a little similar, "aligned" pairs nearly equal, "repeated" has equal
-    texts.
+    """Return image and text rows [B, D] of unit norm.
+
+    Args:
+        B: Number of pairs.
+        D: Width.
+        dtype: Type of the result.
+        kind: "random": image and text of a pair are a little similar; "aligned": nearly equal; "repeated": as random,
+            but every third text equals the first one.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     image, other = (torch.randn(B, D, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -33,11 +33,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ZERO3_ONLY = ("offload", "partitioned")
 
 
-REFUSED = {
-    ("bf16", 0),
-    ("bf16_wire", 0),
-    ("fp16", 0),
-}  # tests/config/test_ds_config.py has their refusals
+REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}
+"""Pairs (precision, ZeRO stage) that are refused. tests/config/test_ds_config.py checks that."""
 
 
 MATRIX = [
@@ -47,7 +44,7 @@ MATRIX = [
     and (stage == 3 or precision not in ZERO3_ONLY)
     and (precision != "fp16" or HAS_FP16)
 ]
-"""Every pair that runs on this machine."""
+"""Every pair (precision, ZeRO stage) that this machine can run."""
 
 
 def ds_config(precision: str, stage: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Remote shards of a server on this host: the settings that name them, and their cache."""
+"""Settings and caches for shards on a local test server."""
 
 from __future__ import annotations
 

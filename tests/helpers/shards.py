@@ -43,7 +43,7 @@ Change = Callable[[int, dict[str, bytes]], dict[str, bytes]]
 
 
 def tokenize(texts: list[str]) -> torch.Tensor:
-    """Bytes as tokens."""
+    """Use the bytes of each text as tokens, cut or padded with zeros to CONTEXT."""
     rows = [list(text.encode())[:CONTEXT] for text in texts]
     return torch.tensor([row + [0] * (CONTEXT - len(row)) for row in rows])
 
@@ -59,7 +59,7 @@ def encode(image: Image.Image, kind: str = "PNG") -> bytes:
 
 
 def picture(index: int) -> bytes:
-    """An image of noise, 24 x 20 pixels."""
+    """Return a PNG of 24 x 20 random pixels."""
     noise = np.random.default_rng(index).integers(0, 256, (20, 24, 3), np.uint8)
     return encode(Image.fromarray(noise))
 
@@ -151,7 +151,7 @@ def make_loader(
 
 @dataclass
 class Step(StepData):
-    """A step that has been read."""
+    """The data of a step that has been read, with its micro-batches."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
@@ -164,7 +164,7 @@ def read_step(loader: Loader) -> Step:
 
 
 def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
-    """(id, epoch) of the rank's samples, step by step; pixels and text are checked against the id."""
+    """Return (id, epoch) of each sample of this rank, one list per step. Check that pixels and text fit the id."""
     read = []
     for _ in range(steps):
         data = read_step(loader)
@@ -184,7 +184,12 @@ def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
 def read_global(
     sources: Any, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any
 ) -> Any:
-    """The global batches of `steps` steps, in order of position, the loaders' merged state and their broken samples."""
+    """Read steps with the loaders of `size` ranks, one rank after the other.
+
+    Returns:
+        The global batches, each a list of (id, epoch) by position in the batch; the merged state of the loaders; and
+        the number of broken samples.
+    """
     ranks, states, broken = [], [], []
     for rank in range(size):
         loader = make_loader(sources, data, rank, size, batch, **changes)
@@ -199,9 +204,7 @@ def read_global(
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Make an image with random pixels and random blocks: resizing averages pixels, and blocks alone would hide a
-    shift.
-    """
+    """Make an image of random blocks plus random pixels. Resizing averages the pixels; the pixels reveal shifts."""
     rng = np.random.default_rng(width * 1000 + height)
     blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize(
         (width, height)

@@ -1,4 +1,4 @@
-"""Optimizers for `optim.factory` with which tests look at, or interrupt, a run at the border of two stages."""
+"""Optimizers for `optim.factory` that check or interrupt a run between two stages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from disco_ds.distributed.interrupt import Interrupts
 
 
 def make_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Fail if an engine of an earlier stage is left: it would keep its memory while the next one is built."""
+    """Build SGD. Fail if the engine of an earlier stage still exists, because it would keep its memory."""
     left = [each for each in gc.get_objects() if type(each) is DeepSpeedEngine]
     assert not left, "an engine of an earlier stage is alive"
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
 
 def make_sgd_after_a_signal(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Send SIGTERM to this process if it is between two stages."""
+    """Build SGD. If the run is between two stages, send SIGTERM to this process."""
     if is_between_stages():
         os.kill(os.getpid(), signal.SIGTERM)
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
 
 def make_sgd_once(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Fail between two stages, as if a file could not be read."""
+    """Build SGD. If the run is between two stages, fail as if a file could not be read."""
     if is_between_stages():
         raise ValueError("the disk does not answer")
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
@@ -40,10 +40,12 @@ def is_between_stages() -> bool:
 
 
 KILLED_AT = "KILLED_AT"
-"""Environment variable with the step after whose update an AdamWUntilKilled kills its process, or "border"."""
+"""Environment variable that tells AdamWUntilKilled when to kill its process: a number of a step, or "border"."""
 
 
 class AdamWUntilKilled(torch.optim.AdamW):
+    """AdamW that kills its process after the update of step KILLED_AT, or between two stages if it is "border"."""
+
     def __init__(self, groups: list[dict[str, Any]]):
         super().__init__(groups, lr=0.0)
         if os.environ.get(KILLED_AT) == "border" and is_between_stages():

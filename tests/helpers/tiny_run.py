@@ -1,4 +1,4 @@
-"""Runs of a tiny model on the bundled data: their recipe, and their messages when they are refused or stop."""
+"""Runs of a tiny model on the bundled data: their recipe, and the errors with which they are refused or stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers.towers import BPE_SIZE, write_tiny
 
 
 def recipe(folder: Path, **changes: Any) -> Path:
-    """A recipe of the tiny model on the bundled data, in a file."""
+    """Write the recipe of a run of four steps of the tiny model, with `changes`, and return its path."""
     tree: dict[str, Any] = {
         "name": "tiny",
         "runs": str(folder / "runs"),
@@ -62,7 +62,7 @@ def image_sample(number: int) -> dict[str, bytes]:
 
 
 def refused(config: Config, resume: str | None = None) -> str:
-    """Return the error message of build. It must be the same on every rank, and come within seconds."""
+    """Return the error message of build, which must come within seconds and be equal on all ranks."""
     start = time.monotonic()
     with ExitStack() as stack, pytest.raises(ValueError) as caught:
         build(config, resume, stack)
@@ -73,7 +73,7 @@ def refused(config: Config, resume: str | None = None) -> str:
 
 
 def stopped(config: Config) -> str:
-    """Return the error message of train when all ranks stop together."""
+    """Train until the run stops with StopError. Return the message, which must be equal on all ranks."""
     with ExitStack() as stack, pytest.raises(StopError) as caught:
         train(build(config, None, stack))
     said = comm.gather_objects(str(caught.value))

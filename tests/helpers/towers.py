@@ -15,7 +15,7 @@ from disco_ds.config import Config, check_config
 from disco_ds.models.clip import build_model
 
 IMAGE_SIZE, CONTEXT, VOCABULARY = 32, 12, 100
-BPE_SIZE = 49_408  # of open_clip's tokenizer
+BPE_SIZE = 49_408  # vocabulary size of open_clip's tokenizer
 TINY: dict[str, Any] = {
     "embed_dim": 16,
     "vision_cfg": {
@@ -37,7 +37,7 @@ Batch = dict[str, Tensor]
 
 
 def write_tiny(folder: Path, vocab_size: int = VOCABULARY, **vision: Any) -> str:
-    """A model config file; vision: changes of its image tower."""
+    """Write the config of the tiny model and return its path. `vision` changes settings of its image tower."""
     path = folder / "tiny.json"
     text_cfg = TINY["text_cfg"] | {"vocab_size": vocab_size}
     path.write_text(
@@ -47,7 +47,13 @@ def write_tiny(folder: Path, vocab_size: int = VOCABULARY, **vision: Any) -> str
 
 
 def tiny_config(model: str, ds_config: dict[str, Any], **changes: Any) -> Config:
-    """Settings of a run of the tiny model; changes: dotted names with __ for the dot."""
+    """Return the settings of a run of the tiny model.
+
+    Args:
+        model: Path of the model's config.
+        ds_config: Settings for DeepSpeed.
+        changes: Other settings. A dot in a name is written as two underscores.
+    """
     tree: dict[str, Any] = {
         "name": "tiny",
         "global_batch": 16,
@@ -97,7 +103,7 @@ def prepare_groups(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
-    """Build the model. open_clip's text tower has no dropout; the other towers have."""
+    """Build the model. open_clip's text tower has no dropout, so `text_dropout` appends a dropout layer."""
     torch.manual_seed(config.seed)
     model: Any = build_model(
         config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None
@@ -114,9 +120,17 @@ def reference(
     cast: str = "fp32",
     text_dropout: float = 0.0,
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradient of the full-batch loss, from one graph in one process, and the loss.
+    """Compute the gradient of the full-batch loss with one graph in one process.
 
-    Each chunk is forwarded under the RNG state recorded for it. cast: fp32, autocast, bf16, fp16: how the towers run.
+    Args:
+        config: The settings.
+        chunks: The micro-batches of all ranks.
+        states: For each chunk, the state of the random number generator before its forward.
+        cast: Precision of the towers: fp32, autocast, bf16 or fp16.
+        text_dropout: See build_towers.
+
+    Returns:
+        The gradient by parameter name, and the loss.
     """
     model = build_towers(config, text_dropout)
     model.train()
@@ -135,7 +149,7 @@ def reference(
     same = group_id[:, None] == group_id
     I, T, (scale, bias) = torch.cat(image), torch.cat(text), features[2:4]  # noqa: E741
     loss = write_down(config.loss.name, I, T, scale, bias, same, **config.loss.options)
-    # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
+    # In fp16, the gradients of a mean over the batch would be subnormal. So scale the loss, as every engine does.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
     return {
@@ -152,7 +166,17 @@ def write_down(
     same: Tensor | None = None,
     same_group: str = "negatives",
 ) -> Tensor:
-    """The loss's formula over the whole batch, with matrices of similarities; same: which pairs are of one group."""
+    """Compute a loss by its formula, with similarity matrices of the whole batch.
+
+    Args:
+        loss: Name of the loss: siglip, nt_xent, or any InfoNCE loss.
+        image: [B, D], unit rows.
+        text: [B, D], unit rows.
+        scale: The logit scale.
+        bias: The logit bias, for siglip.
+        same: [B, B], whether two samples are in the same group.
+        same_group: What pairs of the same group are: "negatives", "ignored" or "positives".
+    """
     labels: Tensor = torch.arange(len(image))
     logits = scale * image @ text.T
     own = torch.eye(len(image), dtype=torch.bool)
@@ -174,7 +198,7 @@ def write_down(
 
 
 def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """|got - true| / |true| over the whole gradient."""
+    """Return |got - true| / |true|, over all parameters together."""
     assert set(got) == set(true), set(got) ^ set(true)
     differences = {name: got[name].double() - value.double() for name, value in true.items()}
     return norm(differences) / norm(true)
@@ -194,7 +218,7 @@ def masters(engine: Any) -> dict[str, Tensor]:
 
 
 def on_boundary_backward(engine: Any, do: Callable[[dict[str, Tensor]], None]) -> None:
-    """Call do(whole gradient by name) between the last backward of each window and its step. Collective."""
+    """Before each optimizer step, call `do` with the complete gradient by parameter name. Collective."""
     from deepspeed.utils import safe_get_full_grad
 
     step = engine.step

@@ -18,7 +18,18 @@ from helpers.towers import tiny_config
 def write_run(
     folder: Path, model: nn.Module, name: str, step: int = 7, image_size: int | None = None
 ) -> Path:
-    """name, image_size: of model in the run's settings; returns the checkpoint folder."""
+    """Write the run folder of a model.
+
+    Args:
+        folder: The run folder.
+        model: The model with its weights.
+        name: model.name in the run's settings.
+        step: Step of the checkpoint.
+        image_size: model.image_size in the run's settings.
+
+    Returns:
+        The folder of the checkpoint.
+    """
     config = tiny_config(name, {}, model__image_size=image_size)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(config.to_yaml())

@@ -1,4 +1,4 @@
-"""A web server on this host for tests: serves a folder, fails on command, and remembers what it was asked."""
+"""A local web server for tests. It serves a folder, fails when a test wants it to, and counts requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().end_headers()
 
     def _send_endlessly(self) -> None:
-        """A body without a Content-Length."""
+        """Send a body without a Content-Length that does not end until `resume` is set."""
         self.send_response(200)
         self.end_headers()
         with suppress(ConnectionError):
@@ -49,7 +49,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
                 self.server.sent += self.wfile.write(bytes(2**16))
 
     def _send_part(self, path: str, data: bytes) -> None:
-        """Answer from the requested offset if the client names the current ETag. The first answers break off early."""
+        """Send a file from the requested offset, or a part of it while `broken` lists places for this path."""
         wanted, tag = self.headers["Range"], self.server.tag
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
         if wanted:
@@ -94,23 +94,23 @@ class Server(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.authorizations: list[str | None] = []
         self.failures: dict[str, list[int]] = {}
-        """Path -> HTTP statuses of the next answers."""
+        """Path -> HTTP statuses with which the next requests for it fail."""
         self.halves: set[str] = set()
-        """Paths of which half is sent until `resume`. If they are still in this set then, the rest is not sent."""
+        """Paths of which half is sent until `resume` is set. The rest is then sent if the path is no longer in here."""
         self.stalled: set[str] = set()
         """Paths whose requests are not answered."""
         self.endless: set[str] = set()
-        """Paths with bodies that do not end."""
+        """Paths whose bodies do not end."""
         self.broken: dict[str, list[int]] = {}
-        """Paths that are sent in ranges -> places at which the next answers break off."""
+        """Paths for which range requests work -> offsets in the file at which the next responses are cut."""
         self.tag: str | None = '"one"'
-        """Their ETag."""
+        """ETag of the paths in `broken`."""
         self.etags: dict[str, str] = {}
-        """Path -> ETag of files that are sent whole, next to their time."""
+        """Path -> ETag that is sent with files that are not in `broken`."""
         self.content_range: str | None = None
-        """Value to send as the range of their answers."""
+        """Content-Range header for the paths in `broken`; None for the correct one."""
         self.sent = 0
-        """Number of bytes sent for endless and broken answers."""
+        """Number of bytes sent for the paths in `endless` and `broken`."""
         self.resume = threading.Event()
 
 

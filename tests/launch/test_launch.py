@@ -41,7 +41,7 @@ def command(arguments: list[str], *more: str) -> list[str]:
 
 @contextmanager
 def launched(arguments: list[str], folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a launch whose processes all have a marker in their environment, and end them with the block."""
+    """Start a launch whose processes all have a marker in their environment. When the block ends, kill them."""
     name = f"DISCO_TEST_{free_port()}"
     with (folder / "log.txt").open("ab") as log:
         options: dict[str, Any] = {
@@ -75,7 +75,7 @@ def deepspeed_session(process: Any, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_rank_is_restarted_from_the_last_undamaged_checkpoint(tmp_path: Path) -> None:
-    """The launch resumes from an older checkpoint on its own."""
+    """The newest checkpoint is damaged, so the launch must resume from an older one without being told to."""
     folder = tmp_path / "run"
     arguments = [
         *write_recipe(folder, CASES["zero1-fp32"]),
@@ -137,14 +137,15 @@ def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> 
             targets["wrapper" if victim == "data worker" else victim].terminate()
         code = process.wait(timeout=120)
         took = time.monotonic() - start
-        end_s = 20 if victim == "wrapper, killed" else 5  # nobody waits for the ranks
+        # A killed wrapper cannot wait for its ranks.
+        end_s = 20 if victim == "wrapper, killed" else 5
         mark = process.marker  # type: ignore[attr-defined]
         wait_for(
             lambda: not marked(mark) and not members(session), "every process to end", folder, end_s
         )
     print(f"signal to {victim}: exit code {code} after {took:.1f} s")
     saved = list((run / CHECKPOINTS).glob("step-*"))
-    # A signal ends deepspeed at once, and with it the ranks. Otherwise the ranks save.
+    # If the front end or the wrapper is ended directly, the ranks end without a save. Otherwise, they save first.
     expected = {"front end": (1, 0), "wrapper, killed": (-signal.SIGKILL, 0)}.get(victim, (3, 1))
     assert (code, len(saved)) == expected, log_of(folder)[-3000:]
     assert took < 30
@@ -158,7 +159,7 @@ def test_mistakes_are_reported_once_and_not_restarted(tmp_path: Path) -> None:
     for given, said in (
         (["lr=1"], "unknown key lr"),
         (["--hostfile", "missing"], "hostfile missing cannot be read"),
-        (["data.shards=missing"], "missing"),  # found by the ranks
+        (["data.shards=missing"], "missing"),  # detected only by the ranks
     ):
         with launched([*arguments, *given], folder, "--restarts", "5") as process:
             assert process.wait(timeout=100) == 2, log_of(folder)

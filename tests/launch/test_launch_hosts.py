@@ -25,7 +25,7 @@ while [ $# -gt 2 ]; do shift; done
 cat {folder}/"$1"
 exec sh -c "$2"
 """
-"""Runs the program on this host. The file of a host contains what its login shell prints."""
+"""Replaces ssh: runs the command on this machine. The file of a host contains what its login shell prints."""
 
 
 @pytest.fixture
@@ -58,14 +58,12 @@ if len(attempts) == 2:
     Path("alive").write_text(str(int(Path("thawed").read_text()) in living))
 sys.exit(1)
 """
-"""Takes the place of `deepspeed`. During the second attempt, a rank of the first one appears, as if its host had
-been frozen.
-"""
+"""Replaces `deepspeed`. During the second attempt, a rank of the first one appears, as if its host had been frozen."""
 
 
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
-    """Restores the signal handlers that a launch replaces."""
+    """Restore the signal handlers that a launch replaces."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -87,7 +85,7 @@ def test_ranks_of_every_attempt_of_a_launch_are_ended_before_the_next(
     with subprocess.Popen(foreign, stdin=subprocess.PIPE) as of_another_launch:
         line = ["launch", "--config", str(recipe(tmp_path)), "--restarts", "2"]
         assert run(parse_args(line)) == 1
-        assert of_another_launch.poll() is None, "it was ended too"
+        assert of_another_launch.poll() is None, "a rank of another launch was ended"
         of_another_launch.communicate(b"\n")
     attempts = (tmp_path / "attempts").read_text().split()
     assert len(set(attempts)) == len(attempts) == 3
@@ -120,7 +118,7 @@ def test_all_hosts_that_answer_take_part_at_once(
     answering: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert wait(HOSTS, 2, 60) == list(HOSTS)
-    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "hosts that were left out before return"
+    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "hosts that were left out must return"
     assert capfd.readouterr().err == ""
 
 
@@ -134,10 +132,10 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     assert capfd.readouterr().err.splitlines()[-1] == (
         "disco-ds launch: continuing with 2 of 3 hosts: no answer from host-c"
     )
-    # After that, the next restart tries it only once.
+    # At the next restart, the host that was left out is tried only once.
     assert wait(HOSTS[:2], 2, 600) == list(HOSTS[:2])
     assert "waiting" not in capfd.readouterr().err
-    # Another host that is lost gets the full time.
+    # Another host that does not answer gets the full time.
     (answering / "user@host-b").unlink()
     assert wait(HOSTS[:2], 1, 0.5) == ["host-a"]
     assert (

@@ -1,4 +1,4 @@
-"""Parts of `disco-ds launch`: what it ends, exit codes, run folders, and the variables of srun."""
+"""Parts of `disco-ds launch`: ending processes, exit codes, run folders, and the variables of srun."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _end_after({pid})
 """
 REAPED = (["sleep", "0.3"], "front.pid")
 ZOMBIE = (["sh", "-c", "sleep 0.3 & echo $!; exec sleep 5"], "int(front.stdout.readline())")
-"""Its parent never reaps it, like the first process of some containers."""
+"""A process whose parent never reaps it, like the first process of some containers."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a GPU")
@@ -95,9 +95,9 @@ def test_what_a_front_end_leaves_behind_is_ended(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One front end returns 0 while its ranks keep training; the other waits forever for a lost host.
+    """One front end returns 0 while its ranks keep training. The other waits forever for a lost host.
 
-    Ranks in another session are found by the launch id, other processes, such as ssh, by their group.
+    Ranks in another session are found by the launch id. Other processes, such as ssh, are found by their process group.
     """
     monkeypatch.setattr("disco_ds.launch.launcher.NAMING_S", 1.0)
     handlers = {
@@ -124,7 +124,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
 @pytest.mark.parametrize(
     ("finished", "agreed", "codes", "code"),
     [
-        (True, 1, {1, 247}, 0),  # a failure after the last step is not one of the run
+        (True, 1, {1, 247}, 0),  # a failure after the last step does not make the run fail
         (False, 0, {0}, 1),
         (False, None, {0}, 1),  # deepspeed returns 0 if its launcher was killed
         (False, 3, {1}, 3),
@@ -215,7 +215,8 @@ def test_launcher_variables_are_derived_from_those_of_srun(
         script.delenv("SLURM_STEP_ID")
         adopt_slurm()
         assert "RANK" not in os.environ
-    monkeypatch.setenv("RANK", "")  # so that monkeypatch removes them at the end
+    # Set the variables first, so that monkeypatch removes them at the end of the test.
+    monkeypatch.setenv("RANK", "")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -247,7 +248,7 @@ def test_launcher_variables_are_derived_from_those_of_srun(
 def test_only_the_first_attempt_refuses_the_settings(
     codes: list[int], attempts: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart that is refused has met something else, such as a file system that does not answer yet."""
+    """If a restart is refused, the settings are not the cause. It may be a file system that does not answer yet."""
     done: list[int] = []
 
     def attempt(*arguments: object) -> set[int]:
@@ -271,7 +272,7 @@ def test_only_the_first_attempt_refuses_the_settings(
 
 
 def supervise_with(folder: Path, monkeypatch: pytest.MonkeyPatch, do: Any, *arguments: str) -> int:
-    """Supervise attempts that only call do(run folder, attempt) and fail."""
+    """Supervise attempts that call `do` with the number of the attempt and then fail. Return the exit code."""
     count = itertools.count()
 
     def attempt(command: list[str], *others: object) -> set[int]:
@@ -302,7 +303,7 @@ def test_run_resumed_by_a_relative_path_is_found(
 def test_checkpoint_written_again_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attempts 0 to 5 each write the checkpoint of the same step, and those after them nothing."""
+    """Attempts 0 to 5 write the checkpoint of the same step again. The following attempts write nothing."""
     recipe(tmp_path)
     folder = tmp_path / "runs" / "tiny"
     meta = folder / CHECKPOINTS / "step-00000002" / META

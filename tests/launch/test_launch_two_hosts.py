@@ -165,9 +165,8 @@ def test_run_continues_without_a_lost_host(
     """Two of three hosts compute the same losses of the same samples, in three micro-batches instead of two."""
     folder = tmp_path / "run"
     arguments = [*cluster_recipe(folder), "global_batch=24", "data.slots=6"]
-    arguments.append(
-        f"model.name={write_tiny(folder, BPE_SIZE)}"
-    )  # without dropout, whose random numbers depend on the number of ranks
+    # Use a model without dropout, because its random numbers would depend on the number of ranks.
+    arguments.append(f"model.name={write_tiny(folder, BPE_SIZE)}")
     run_ranks(train_without_launcher, 3, folder, [*arguments, "name=whole"])
     arguments, run = [*arguments, "ranks=3", "name=cut"], folder / "runs" / "cut"
     arguments += ["--restarts", "2", "--min-hosts", "2", "--patience", str(LOST_AFTER_S)]

@@ -41,7 +41,8 @@ def kind_of(process: psutil.Process) -> str | None:
         return "front end"
     if "disco_ds.train" in line:
         return "rank"
-    if is_fork_server(line):  # its children, the workers, have the same command line
+    # The data workers are children of a fork server, with the same command line.
+    if is_fork_server(line):
         parent = process.parent()
         return "data worker" if parent and is_fork_server(words(parent)) else None
     return "wrapper" if line[1:4] == ["-m", "disco_ds", "launch"] else None
@@ -71,7 +72,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run, whole = folder / "runs" / "cut", folder / "runs" / "whole"
     arguments += ["name=cut", "--restarts", str(2 * KILLS)]
-    # Each kind at least once. If the wrapper has ended, a person has to start the launch again.
+    # Kill each kind of process at least once.
     kinds = ["rank", "data worker", "launcher", "front end", "ssh", "wrapper"]
     kinds += draw.choices(["rank", "data worker"], k=KILLS - len(kinds))
     draw.shuffle(kinds)
@@ -97,11 +98,12 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
             kill_one(kind, marker, draw)
             start = time.monotonic()
             if number == flipped:
-                time.sleep(0.2)  # until a save in progress is renamed
+                time.sleep(0.2)  # wait until a save in progress is renamed
                 newest = run / CHECKPOINTS / newest_checkpoint(run)
                 flip(max((newest / "engine").iterdir(), key=lambda file: file.stat().st_size))
             if kind == "wrapper":
-                # On several hosts the run continues without it. In practice, a person would end and restart it.
+                # On several hosts, the run continues without the wrapper. Do what a person would: end the run, and
+                # start the launch again.
                 process.wait(timeout=60)
                 for left in of_the_run(marker):
                     with suppress(psutil.NoSuchProcess):

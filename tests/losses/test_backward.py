@@ -20,7 +20,16 @@ def gradients(
     factor: float = 1.0,
     scale: float = 0.001,
 ) -> list[Tensor]:
-    """Gradients of image, text, scale and, for siglip, bias in float64, without the loss scale `factor`."""
+    """Return the gradients of image, text, scale and, for siglip, bias.
+
+    Args:
+        name: Name of the loss.
+        rows: Image and text.
+        dtype: Type of the rows in the loss.
+        scalars: Type of scale and bias in the loss.
+        factor: Loss scale: the loss is multiplied by it, and the gradients are divided by it in float64.
+        scale: The logit scale.
+    """
     values = torch.tensor([scale]), torch.tensor([-10.0])
     leaves = [
         x.detach().to(kind).requires_grad_()
@@ -36,7 +45,7 @@ def error(got: Tensor, true: Tensor) -> float:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_scale_saves_small_fp16_gradients(name):
-    """They lose their digits if they are rounded to fp16 before they are multiplied by the loss scale."""
+    """The gradients would lose digits if they were rounded to fp16 before the loss scale is applied."""
     rows = [x.half() for x in features(512, 16, torch.float32)]
     true = gradients(name, rows, torch.float64, torch.float64)
     alone, scaled = (
@@ -49,7 +58,7 @@ def test_a_loss_scale_saves_small_fp16_gradients(name):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("scalars", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)])
 def test_a_scale_of_16_bits_loses_nothing(name, scalars, limit):
-    """With 1,000 pairs, s / B is not a number of 16 bits; divided by the gain, it would be zero in fp16."""
+    """With 1,000 pairs, s / B has no exact 16-bit value. Divided by the gain of tiles, it would even be 0 in fp16."""
     rows = features(1000, 16, torch.float32)
     true = gradients(name, rows, torch.float64, torch.float64, scale=8.0)
     found = gradients(name, rows, torch.float32, scalars, scale=8.0)

@@ -1,6 +1,6 @@
 """The replacements for open_clip's losses: full-batch gradients in other training loops, and clear errors.
 
-Without the errors a rank would hang, or treat its part of the batch as the whole batch.
+Without these errors, a rank would hang, or treat its part of the batch as the whole batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DROP_INS = [
 
 
 class Towers(nn.Module):
-    """Two linear towers and the learned scale and bias, as open_clip's models have them."""
+    """A model with open_clip's interface: two linear towers, the learned scale, and optionally the bias."""
 
     def __init__(self, bias: bool, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -60,7 +60,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def oracle(cls: type, bias: bool) -> tuple[float, dict[str, Tensor]]:
-    """open_clip's own loss on the whole batch, in float64, in one process."""
+    """Compute open_clip's loss and its gradients for the whole batch in float64."""
     model = Towers(bias, torch.float64)
     image, text = (x.double() for x in batch())
     value = getattr(open_clip_loss, cls.__name__)()(**model(image, text))
@@ -82,7 +82,7 @@ def train_all(through_ddp: bool) -> None:
         model = Towers(bias)
         wrapped = DistributedDataParallel(model) if through_ddp else model
         loss = cls(rank=n, world_size=N, **options)
-        for _ in range(2):  # the second call checks no more than shapes
+        for _ in range(2):  # the second call checks only shapes
             model.zero_grad()
             value = loss(**wrapped(image, text), output_dict=True)["contrastive_loss"]
             value.backward()
@@ -91,9 +91,8 @@ def train_all(through_ddp: bool) -> None:
         torch.distributed.all_reduce(mean)
         assert value.shape == ()
         assert mean.item() / N == pytest.approx(expected, rel=1e-5), (cls, options)
-        if cls is ClipLoss and not options.get(
-            "local_loss"
-        ):  # open_clip's is then the global mean on every rank
+        # Without local_loss, the value of open_clip's ClipLoss is the global mean on every rank.
+        if cls is ClipLoss and not options.get("local_loss"):
             assert value.item() == mean.item() / N, (cls, options)
             assert value.item() == pytest.approx(expected, rel=1e-5), (cls, options)
         for name, parameter in model.named_parameters():
@@ -143,7 +142,7 @@ def test_gradient_is_of_the_full_batch_under_ddp() -> None:
 
 
 def in_half_the_ranks() -> None:
-    """Two groups of a mesh, each with its own batch, as in hybrid data-parallel runs."""
+    """Check two groups of a mesh that each have a separate batch, as in hybrid data-parallel runs."""
     from torch.distributed.device_mesh import init_device_mesh
 
     n, _ = join_torch()
@@ -151,7 +150,7 @@ def in_half_the_ranks() -> None:
     model, (image, text) = Towers(False), batch()
     rows = slice(n % 2 * B // 2, (n % 2 + 1) * B // 2)
     group = mesh.get_group("data")
-    if n >= 2:  # another batch than the first group's
+    if n >= 2:  # the second group gets a different batch
         image = image.flip(1)
     value = ClipLoss(group=group)(**model(image[rows], text[rows]))
     value.backward()
@@ -193,7 +192,8 @@ def mistakes() -> list[str]:
             loss(F.normalize(image[:, :D], dim=-1), F.normalize(text[:, :D], dim=-1), scale)
         said.append(str(caught.value))
 
-    refuse(ClipLoss(rank=0, world_size=1))  # open_clip's defaults: the loss of this rank alone
+    # With open_clip's defaults, each rank would compute the loss of its own rows.
+    refuse(ClipLoss(rank=0, world_size=1))
     refuse(ClipLoss(), image=image[: B - n], text=text[: B - n])
     refuse(ClipLoss(), image=image[:, : D - n], text=text[:, : D - n])
     refuse(ClipLoss(), image=image[: B - 1])
@@ -216,7 +216,7 @@ def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
         UserWarning, match=r"text features are not normalized.* 2\.00 away"
     ) as caught:
         loss(**features)
-    assert caught[0].filename == __file__, "the user's line, not torch's"
+    assert caught[0].filename == __file__, "the warning must point to the user's code"
     loss(**features)  # warnings are errors in tests
 
 

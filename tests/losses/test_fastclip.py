@@ -37,7 +37,11 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_rank(
     loss: FastCLIPLoss, image: Tensor, text: Tensor, ids: Tensor, scale: Tensor
 ) -> tuple[float, Tensor, Tensor, Tensor]:
-    """Return the loss and the gradients of features and scale, averaged over ranks as by an engine."""
+    """Compute the loss on this rank's rows, and average over ranks as an engine would. Collective.
+
+    Returns:
+        The loss, and the gradients of image [B, D], text [B, D] and scale.
+    """
     N, n = comm.size(), comm.rank()
     own = slice(n * len(image) // N, (n + 1) * len(image) // N)
     I, T = (x[own].clone().requires_grad_() for x in (image, text))  # noqa: E741
@@ -50,7 +54,7 @@ def run_rank(
 
 
 def whole_state(loss: FastCLIPLoss) -> dict[str, Tensor]:
-    """Return the state of all ranks by name, [num_samples, 2]."""
+    """Return the state of all samples, gathered from all ranks: name -> values [num_samples, 2]. Collective."""
     parts = comm.gather_objects(loss.state_dict())
     whole = {
         name: value.new_zeros(NUM_SAMPLES, *value.shape[1:])
@@ -63,7 +67,7 @@ def whole_state(loss: FastCLIPLoss) -> dict[str, Tensor]:
 
 
 def trajectories(names: tuple[str, ...], **options: Any) -> list[str]:
-    """Twenty steps of each preset; a learned global temperature is stepped by AdamW, with the gradient checked."""
+    """Compare twenty steps of each preset with the oracle. AdamW updates a learned global temperature."""
     failures = []
     for name in names:
         loss = make_loss(name, **cosine_options(name), **options)
@@ -131,7 +135,7 @@ def test_twenty_steps_equal_the_oracle(size, names):
 
 
 def no_positive(image: Tensor, text: Tensor, scale: float) -> Answer:
-    """InfoNCE whose denominators leave the pair out."""
+    """InfoNCE in which the positive pair is left out of the denominators."""
     I, T = (x.detach().requires_grad_() for x in (image, text))  # noqa: E741
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     x = s * I @ T.T
@@ -159,7 +163,12 @@ def test_first_epoch_is_infonce_without_the_pair_in_the_denominator(name, factor
 
 
 def extreme(kind: str) -> tuple[Tensor, Tensor]:
-    """Pairs "apart", at cosine -1, and others at 1; or one pair "alone", at cosine -1 from all others."""
+    """Return pairs with extreme cosines.
+
+    Args:
+        kind: "apart": half of the pairs have a cosine of -1, and their images have 1 with the texts of other pairs.
+            "alone": the rows of one pair have -1 with all other rows.
+    """
     pole = torch.nn.functional.one_hot(torch.tensor(0), D).double()
     if kind == "apart":
         image, text = features(B, D, torch.float64)
@@ -171,7 +180,7 @@ def extreme(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def no_overflow() -> list[str]:
-    """tau 0.01, where one number cannot hold all exponents, and u from e^-200 to e^200."""
+    """Check tau 0.01, for which u ranges from e^-200 to e^200, and no single shift fits all exponents."""
     failures = []
     ids = torch.arange(B)
     cases = [
@@ -208,7 +217,7 @@ def test_tau_of_a_hundredth_overflows_nowhere():
 
 
 def mistakes() -> None:
-    """Each mistake is reported on every rank before any state changes."""
+    """Check that each mistake is reported on every rank before any state changes."""
     N, n = comm.size(), comm.rank()
     image, text = (x[: B // N] for x in features(B, D, torch.float32))
     scale = torch.tensor([10.0])
@@ -284,14 +293,14 @@ def test_gamma_by_hand():
     half = build_loss("fastclip_v1")
     half.set_num_samples(8, 7 * 8)
     assert isinstance(half, FastCLIPLoss)
-    assert half.gamma_epochs == 3, "half the epochs of the run"
+    assert half.gamma_epochs == 3, "the default must be half the epochs of the run"
     quarter = 0.2 + 0.8 * (1 + 0.5**0.5) / 2
     fractional = gammas("fastclip_v3", gamma="fractional", gamma_epochs=2)
     assert fractional == pytest.approx([1.0, quarter, 0.6, 1.2 - quarter, 0.2, 0.2])
 
 
 def parts_after(path: Path, name: str, steps: int, load: Path | None) -> None:
-    """Take more steps. Write every rank's part of the state, and the whole state."""
+    """Load the state, if given, and take steps. Write every rank's part of the state, and the whole state."""
     loss = make_loss(name, memory="host")
     if load:
         loss.load_state_parts(torch.load(load)["parts"])
@@ -327,7 +336,7 @@ def test_state_goes_on_at_any_number_of_ranks(tmp_path):
 
 
 def no_trace_of_a_forward() -> None:
-    """State that was not committed is dropped, and commit applies the last forward."""
+    """Check that a forward without a commit leaves no trace, and that a commit applies the last forward."""
     losses = [make_loss("fastclip_v2") for _ in range(2)]
     scale = torch.tensor([20.0], dtype=torch.float64)
     before = copy.deepcopy(losses[0].state_dict())
@@ -349,7 +358,7 @@ def test_step_that_is_not_done_leaves_the_state_alone():
 
 
 def test_temperatures_do_not_depend_on_the_weight_of_the_loss():
-    """A loss scale or a weight multiplies the gradient of the features, not that of the samples' temperatures."""
+    """A weight or a loss scale multiplies the gradient of the features, but not that of the temperature per sample."""
     found = []
     generator = torch.Generator().manual_seed(0)
     image, text = torch.nn.functional.normalize(torch.randn(2, 8, 16, generator=generator), dim=-1)
@@ -368,7 +377,7 @@ def test_temperatures_do_not_depend_on_the_weight_of_the_loss():
 
 
 def one_sided() -> list[str]:
-    """With one tower locked, what is left of the gradients and all of the state are the same."""
+    """Check that locking one tower changes neither the other gradients nor the state."""
     failures = []
     N, n = comm.size(), comm.rank()
     own = slice(n * B // N, (n + 1) * B // N)

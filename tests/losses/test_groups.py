@@ -1,4 +1,4 @@
-"""Pairs of the same group that are ignored or are positives: the contract of base.py, against float64 oracles."""
+"""Losses that ignore pairs of the same group or treat them as positives, compared with float64 references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BIAS = -5.0
 
 
 def groups(kind: str, B: int, N: int) -> Tensor:
-    """[B] group ids, some negative or large."""
+    """Return group ids [B], some of them negative or large."""
     i = torch.arange(B)
     return {
         "few": torch.where(i % 7 == 3, i % 35, 1000 + i) * (2**40 + 1) - 2**50,
@@ -42,7 +42,11 @@ def evaluate(
     scale: float,
     ids: Tensor | None,
 ) -> tuple[Answer, float, dict[str, Tensor]]:
-    """Return the gathered result of all ranks, with the gradient of the bias (0 if there is none), and the metrics."""
+    """Compute a loss on this rank's rows, and average over ranks as an engine would. Collective.
+
+    Returns:
+        The loss and its gradients for the whole batch, the gradient of the bias (0 if there is none), and the metrics.
+    """
     N, n = comm.size(), comm.rank()
     b = len(image) // N
     own = slice(n * b, (n + 1) * b)
@@ -108,7 +112,7 @@ def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
 
 
 def other_paths() -> list[str]:
-    """Logits for which no single shift suffices, 16-bit factors, and only one trained side."""
+    """Check logits for which no single shift suffices, 16-bit factors, and training of one side only."""
     failures = []
     N, b = comm.size(), 40
     own = slice(comm.rank() * b, (comm.rank() + 1) * b)
@@ -146,7 +150,7 @@ def test_other_paths_equal_the_oracle():
 
 
 def without_groups() -> list[str]:
-    """If no pairs share a group, or pairs of a group are negatives, the result is bit-identical."""
+    """Check that the bits do not change if no pairs share a group, or if pairs of a group are negatives."""
     failures = []
     B = 40 * comm.size()
     image, text = features(B, 24, torch.float32)

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
-    """Check the losses on every rank. Return descriptions of the failures."""
+    """Compare all losses with the float64 reference. Return descriptions of the failures. Collective."""
     failures = []
     for (b, D), scale, dtype in [
         (shape, s, t) for shape in shapes for s in SCALES for t in TOLERANCE
@@ -44,8 +44,7 @@ def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
                         failures.append(
                             f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}"
                         )
-                    # The tiled losses keep the digits of the gradient that the naive computation loses by
-                    # cancellation.
+                    # Near convergence, cancellation makes the naive gradient lose digits. The tiled losses keep them.
                     if (
                         converged
                         and (name, options) in TILED
@@ -58,7 +57,7 @@ def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
 
 
 def relative(got: Answer, true: Answer) -> float:
-    """Largest row error over the largest true row, however small that is."""
+    """Return the largest norm of a row of the difference, divided by that of the true gradient, even if it is tiny."""
     return max(
         ((mine.double() - truth).norm(dim=1).max() / truth.norm(dim=1).max()).item()
         for mine, truth in ((got.dI, true.dI), (got.dT, true.dT))
@@ -79,9 +78,9 @@ def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
 
 
 def half_products() -> list[str]:
-    """Compute in 16-bit precision, with and without a 16-bit comm_dtype.
+    """Check losses in 16-bit precision, with and without a 16-bit comm_dtype.
 
-    The limit is twice the error of the naive loss of rounded features.
+    The allowed error is twice that of the naive loss on rounded features.
     """
     failures = []
     for kind, scale in [(kind, s) for kind in ("random", "repeated", "aligned") for s in SCALES]:
@@ -108,7 +107,7 @@ def test_16_bit_products_lose_no_more_than_rounded_inputs_do():
 
 
 def layouts() -> list[str]:
-    """Transposed storage, strided rows, an expanded row and one-sided gradients against the plain layout."""
+    """Check transposed storage, strided rows, an expanded row, and losses of which only one side is trained."""
     failures = []
     N, n = comm.size(), comm.rank()
     b, D, scale = 12, 40, 14.3
@@ -138,7 +137,7 @@ def layouts() -> list[str]:
                 Embeddings(**parts, scale=torch.tensor([scale]))
             ).loss.backward()
             truth = {"image": true.dI, "text": true.dT}[trains]
-            # scale as float32 14.3 differs from 14.3 by 2e-8
+            # The scale is in fp32, whose 14.3 differs from the reference's by a relative 2e-8.
             if not torch.allclose(parts[trains].grad / N, truth[own], atol=1e-8):
                 failures.append(f"{name} {options} only {trains} trains")
     return failures
@@ -150,7 +149,10 @@ def test_layouts_and_one_sided_gradients():
 
 
 def primitives() -> None:
-    """gather and reduce_scatter_in_place on their own: values, sums in backward, grad_output untouched, a group."""
+    """Check gather and reduce_scatter_in_place: values, gradients (sums over ranks), and a group of some ranks.
+
+    Backward must not modify the gradient that it gets.
+    """
     from deepspeed import comm as dist
 
     N, n = comm.size(), comm.rank()
@@ -218,7 +220,7 @@ def test_accuracy_counts_both_directions():
 
 
 def test_every_registered_loss_is_in_the_contract_test():
-    elsewhere = {"siglip", "nt_xent", *PRESETS}  # which are tested in other files
+    elsewhere = {"siglip", "nt_xent", *PRESETS}  # tested in other files
     assert set(list_losses()) == {name for name, _ in LOSSES} | elsewhere
 
 
@@ -247,7 +249,7 @@ def under_plain_torch_distributed() -> dict[str, float]:
     found = all_values()
     comm.barrier()
     torch.distributed.destroy_process_group()
-    assert comm.size() == 1, "the group is gone"
+    assert comm.size() == 1, "comm must not use a group that was destroyed"
     return found
 
 

@@ -21,7 +21,7 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
 
 
 def extremes(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Unit rows, 48 pairs, that overflow, underflow or tie when the scale is 100."""
+    """Return sets of 48 pairs of unit rows whose logits overflow, underflow or tie at a scale of 100."""
     image, text = features(48, 24, torch.float64)
     opposed = (
         image * -0.9
@@ -104,7 +104,7 @@ def test_any_finite_scale_gives_the_right_loss_and_gradient(size):
 @pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.parametrize(("name", "options"), TILED)
 def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
-    """Opposed, no shift holds both the pair and the rest, and the sums over no others are logarithms of 0."""
+    """There are no negatives, so log-sums are -inf. If image and text are opposed, no single shift suffices either."""
     image, text = features(1, 8, torch.float32)
     image, text = (x.clone().requires_grad_() for x in (image, -image if opposed else text))
     scale = torch.tensor([100.0], requires_grad=True)
@@ -116,7 +116,7 @@ def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
 
 
 def ways_taken(case: str) -> list[tuple[bool, bool]]:
-    """For each loss: whether any sums were taken without a shift, and whether all is finite."""
+    """Return for each loss whether it summed without a common shift, and whether loss and gradient are finite."""
     image, text = extremes(torch.float32)[case]
     own = slice(24 * comm.rank(), 24 * (comm.rank() + 1))
     found = []
@@ -131,7 +131,7 @@ def ways_taken(case: str) -> list[tuple[bool, bool]]:
 
 
 def test_all_ranks_take_the_safe_way_together():
-    """Only rank 1 has the row whose sums vanish; if rank 0 did not follow, their collectives would not match."""
+    """Only rank 1 has the row that needs the slower sums. Rank 0 must use them too, so that collectives match."""
     for found in run_ranks(ways_taken, 2, "one image opposed to all"):
         assert found == [(True, True)] * len(TILED)
 
@@ -161,7 +161,7 @@ def test_nan_reaches_the_loss_and_hangs_nobody():
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements."""
+    """Records the number of elements of the largest tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,8 +176,11 @@ class Largest(TorchDispatchMode):
 
 
 def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
-    """For each tiled loss, return the elements of its largest tensor, and its peak memory in bytes without features
-    and their gradients: that of its tensors and that of the process.
+    """Measure the memory of losses on this rank.
+
+    Returns:
+        Name of a loss -> number of elements of its largest tensor, peak bytes of its tensors, and peak bytes of the
+        process. Features and their gradients are subtracted from the bytes.
     """
     result = {}
     generator = torch.Generator().manual_seed(comm.rank())
@@ -204,18 +207,17 @@ def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, 
 def check_memory(
     B: int, size: int, D: int, names: tuple[str, ...] = ("disco_fused", "inf_cl")
 ) -> None:
-    """Bounds are of tensors, with a little room; the process may take more, as its allocator does.
+    """Check the memory of losses against bounds for tensors, and for the process, whose allocator may take more.
 
-    disco_fused at B 65,536 and D 256 on two ranks, in MiB: 195 of tensors, of which the gathered texts are 64, their
-    gradient 64, the copy of it in which gloo's reduce_scatter sums 64, and vectors 3. The process takes 158 to 224,
-    by how much of what it had freed before malloc has kept. NCCL makes no copy.
+    For example, disco_fused at B 65,536 and D 256 on two ranks has 195 MiB of tensors: gathered texts (64), their
+    gradient (64), a copy of it in which gloo's reduce_scatter sums (64; NCCL makes none), and vectors (3). The process
+    takes 158 to 224 MiB more than before. That depends on how much freed memory malloc had kept.
     """
     b = B // size
     tile = 2048 * 2048 * 4
     vectors = 16 * B * 8
-    slack = (
-        48 * 2**20
-    )  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
+    # The process also has several tiles of scratch, buffers of libraries, and pages that its allocator keeps.
+    slack = 48 * 2**20
     bounds = {
         name: (4 * b * D * 4, tile) if name == "inf_cl" else (2 * B * D * 4, max(tile, B * D * 4))
         for name in names

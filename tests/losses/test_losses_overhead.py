@@ -1,4 +1,4 @@
-"""Host overhead of a loss: torch calls outside of its tiles, and exchanges between ranks."""
+"""Host overhead of a loss: operations of torch outside of its tiles, and exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAUNCHES_NOTHING = {
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operations that would launch a kernel on a GPU, except those of tiles."""
+    """Counts the operations that would launch a kernel on a GPU, except operations inside tiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
 def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
-    """Use the chunk size of a GPU: 32,768 rows of width 512 are one chunk there, so they need no more calls."""
+    """The chunk size is that of a GPU, where up to 32,768 rows of width 512 are one chunk and need no more calls."""
     assert blocks.chunk_rows(D, torch.device("cuda")) == 32_768
     monkeypatch.setattr(blocks, "chunk_rows", lambda width, device: 32_768)
     calls = Calls()
@@ -84,7 +84,7 @@ def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
     loss.accuracy = False  # as in steps that are not logged
     with calls:
         loss(Embeddings(image, text, scale, bias)).loss.backward()
-    # On a GPU there are two more, which round both sides to 16 bits.
+    # On a GPU, two more operations round both sides to 16 bits.
     assert 20 < calls.count <= 110
 
 
@@ -102,7 +102,7 @@ def test_accuracies_are_left_out_where_nobody_asks(name):
 
 
 def exchanges() -> dict[str, tuple[int, int]]:
-    """For each loss, the exchanges without a gradient and with one, which backward only multiplies."""
+    """Return for each loss the number of ring exchanges without a gradient, and with forward and backward."""
     found = {}
     image, text = (x.requires_grad_() for x in features(8, 16, torch.float32))
     for name in ("inf_cl", "siglip"):
@@ -119,6 +119,7 @@ def exchanges() -> dict[str, tuple[int, int]]:
 
 def test_the_ring_makes_one_exchange_a_hop():
     for found in run_ranks(exchanges, 3):
-        # Three hops, and one more that returns the accumulated gradients to their rank. inf_cl goes around once more.
+        # Three hops, and one more that returns accumulated results to their rank. With a gradient, inf_cl goes around
+        # the ring twice.
         assert found["inf_cl"] == (4, 8)
         assert found["siglip"][1] == 4

@@ -18,7 +18,7 @@ OPTIONS: list[dict[str, Any]] = [{"tile": (64, 64)}, {"tile": (64, 64), "ring": 
 
 
 def oracle(first: torch.Tensor, second: torch.Tensor, scale: float) -> Answer:
-    """cross_entropy of every view against all others, the view itself masked."""
+    """NT-Xent: cross_entropy of every view with all others. The similarity of a view with itself is masked."""
     a, b = (x.detach().double().requires_grad_() for x in (first, second))
     s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
     views = torch.cat([a, b])

@@ -1,4 +1,4 @@
-"""Custom losses (`package.module:Class`): the example in every command."""
+"""Custom losses (`package.module:Class`): the example with every command, and mistakes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Open(Bare):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PYTHONPATH with our_package in it."""
+    """Return a folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
     code = (ROOT / "examples" / "smoothed_loss.py").read_text()

@@ -44,9 +44,7 @@ def test_whole_matrices_are_multiplied_in_fp32_under_autocast(name, dtype):
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
-    """With gamma 0.05 and estimates u far from this batch's, the weights are as small as in a batch 1,000 times
-    larger.
-    """
+    """Small gamma and a u far from the sums of the batch make weights as small as at a 1,000 times larger batch."""
     B, D = 384, 64
     image, text = tool.make_pairs("typical", B, D)
     gradients = []

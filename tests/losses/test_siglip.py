@@ -19,7 +19,7 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 def oracle(
     image: torch.Tensor, text: torch.Tensor, scale: float, bias: float
 ) -> list[torch.Tensor]:
-    """Loss and its gradients at image, text, scale and bias."""
+    """Return the loss and its gradients for image, text, scale and bias."""
     leaves = [
         x.detach().double().requires_grad_()
         for x in (image, text, torch.tensor([scale]), torch.tensor([bias]))
@@ -31,7 +31,7 @@ def oracle(
 
 
 def test_opposed_pair_has_a_finite_loss() -> None:
-    """A positive pair's similarity of -1000: softplus(1000) is 1000, not log(inf)."""
+    """At a logit of -1000 for a positive pair, the loss is softplus(1000) = 1000, not log(inf)."""
     image, scale = torch.eye(2, 4), torch.tensor([990.0])
     out = build_loss("siglip")(Embeddings(image, -image, scale, torch.tensor([-10.0])))
     assert out.loss.item() == pytest.approx(1000.0)
@@ -60,7 +60,8 @@ def cases() -> list[str]:
                 out = build_loss("siglip", tile=(64, 64))(Embeddings(I, T, s, beta))
                 (2 * out.loss).backward()
                 got = [out.metrics["loss"], *(x.grad for x in (I, T, s, beta))]
-                # The mean over ranks of the scale's and the bias's gradient; N times the features'.
+                # Average the gradients of scale and bias over ranks, as an engine would. The gradients of features are
+                # N times those of the global mean.
                 got[3:] = [comm.all_reduce_sum(x) / N for x in got[3:]]
                 truth = [true[0], *(N * x[own] for x in true[1:3]), *true[3:]]
                 for name, mine, right, factor in zip(
@@ -99,7 +100,7 @@ def test_siglip_needs_a_bias_and_starts_where_negatives_weigh_as_much_as_the_pai
     loss = build_loss("siglip")
     assert loss.initial_scale == 10.0
     for B in (2, 128, 32_768, 1_000_000):
-        # With embeddings at random, every negative pair then contributes about 1 / B, all of them together about 1.
+        # With random embeddings, every negative pair then contributes about 1 / B, and all together about 1.
         assert (B - 1) * math.exp(loss.initial_bias(B)) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="needs a bias"):
         loss(Embeddings(torch.eye(4), torch.eye(4), torch.ones(1)))

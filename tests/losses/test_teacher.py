@@ -35,7 +35,7 @@ def unit_rows(B: int, D: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def make_teachers(B: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[Teacher]:
-    """Teachers whose image and text features are similar, as those of a trained model are."""
+    """Make teachers whose image and text features are similar, as those of a trained model."""
     found = []
     for k, D in enumerate(widths):
         image = unit_rows(B, D, 10 + k, torch.float64)
@@ -48,7 +48,7 @@ def make_teachers(B: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[T
 def oracle(
     name: str, image: Tensor, text: Tensor, scale: float, teachers: list[Teacher], weight: float
 ) -> dict[str, Any]:
-    """The loss as its formula says, on the whole batch in one process."""
+    """Compute the loss, its gradients and its metrics by their formulas, on the whole batch in one process."""
     I, T = (x.double().clone().requires_grad_() for x in (image, text))  # noqa: E741
     s, bias = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (scale, -5.0))
     x = s * I @ T.T
@@ -98,7 +98,7 @@ def evaluate(
     teachers: list[Teacher],
     locked: str = "",
 ) -> dict[str, Any]:
-    """The loss on this rank's rows, with the engine's mean over ranks done by hand."""
+    """Compute the loss on this rank's rows, and average over ranks as an engine would. Collective."""
     N, n = comm.size(), comm.rank()
     mine = slice(n * len(image) // N, (n + 1) * len(image) // N)
     leaves = {"image": image[mine].clone(), "text": text[mine].clone()}
@@ -155,7 +155,7 @@ def test_loss_gradients_and_metrics_equal_the_oracle_on_four_ranks() -> None:
 
 
 def odd_cases() -> list[str]:
-    """Scales that no shift fits, a locked tower, and sizes of tiles."""
+    """Check scales for which no single shift suffices, locked towers, and small tiles."""
     failures = []
     image, text = (unit_rows(64, 32, seed, torch.float64) for seed in (1, 2))
     for name, scale, teacher_scale, locked, tile in [
@@ -189,7 +189,7 @@ def test_extreme_scales_locked_towers_and_small_tiles(size: int) -> None:
 
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
 def test_tiles_are_those_of_the_student(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the size of a tile depends on the width of the rows."""
+    """On a GPU, tile sizes depend on the width. They must be chosen for the student's width, not the teacher's."""
     monkeypatch.setattr(
         Tiling, "size", lambda self, n, m, D, *others: (min(n, 1280 // D), min(m, 40))
     )
@@ -201,7 +201,7 @@ def test_tiles_are_those_of_the_student(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def differing_teachers(kind: str) -> str:
-    """What a drop-in loss says on each rank if rank 1 passes another teacher."""
+    """Pass another teacher on rank 1. Return the error message of the drop-in loss on this rank."""
     rows = unit_rows(8, 16, comm.rank(), torch.float32)
     teachers = make_teachers(8, (16, 24), torch.float32)
     if comm.rank() == 1:

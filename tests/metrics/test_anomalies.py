@@ -60,9 +60,9 @@ def test_spike_is_found_and_named_once(
     for step in range(1, 301):
         high = factor if step in (200, 201, 250) else 1
         assert not trouble.check_spike(name, step, high * falling(1000 + step, draw)), (
-            "it only warns"
+            "without skip, no batch may be skipped"
         )
-    assert [step for step, _ in notes] == [200, 250], "once for two in a row"
+    assert [step for step, _ in notes] == [200, 250], "two spikes in a row must be logged once"
     assert all(values.keys() == {f"anomaly/{name}_spike"} for _, values in notes)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
@@ -85,7 +85,7 @@ def test_every_skipped_batch_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_level_that_stays_is_no_spike() -> None:
-    """Otherwise a run whose loss has risen permanently would skip all of its data."""
+    """If a higher level counted as a spike forever, a run whose loss has risen would skip all of its data."""
     trouble, _ = watching(skip=True)
     draw = random.Random(0)
     for step in range(WINDOW):
@@ -104,10 +104,10 @@ def test_negative_losses_and_norms_of_0_have_spikes_too() -> None:
     )
     assert trouble.check_spike("loss", WINDOW, -0.2)
     assert not any(trouble.check_spike("grad_norm", step, 0.0) for step in range(WINDOW)), (
-        "as of a loss that is 0"
+        "norms that are always 0 have no spike"
     )
     assert trouble.check_spike("grad_norm", WINDOW, 1e-3)
-    assert not trouble.check_spike("loss", WINDOW, -0.9), "lower is better"
+    assert not trouble.check_spike("loss", WINDOW, -0.9), "a lower loss is not a spike"
 
 
 def test_state_goes_on_to_the_bit() -> None:
@@ -192,17 +192,19 @@ def test_spread_is_of_all_pairs_in_the_sample() -> None:
     assert abs(values["image_cosine"].item()) < 0.02
     assert values["text_rank"] < values["image_rank"] <= 32
     lone = features_spread(image[:1], text[:1])
-    assert all(math.isfinite(value) for value in lone.values()), "a batch of one"
+    assert all(math.isfinite(value) for value in lone.values()), (
+        "a batch of one sample must give finite values"
+    )
 
 
 def test_rules_take_no_time() -> None:
-    """All rules at log.every_steps=10 must take less than 0.5% of a step of 200 ms."""
+    """At log.every_steps=10, all rules together must take less than 0.5% of a step of 200 ms."""
     trouble, _ = watching()
     draw = random.Random(0)
     values = [1 + draw.random() for _ in range(1000)]
     image, text = (F.normalize(torch.randn(SAMPLE, 512), dim=1) for _ in range(2))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the CPU time of idle threads would count
+    torch.set_num_threads(1)  # otherwise, the CPU time of idle threads would count
     features_spread(image, text)
     start = time.process_time()
     for step, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The records of a run: digest of a batch, metrics.jsonl across a resume, points on the samples axis."""
+"""The records of a run: the digest of a batch, metrics.jsonl after a resume, and points by number of samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASK = 2**64 - 1
 
 
 def point(step: int, index: torch.Tensor, broken: int = 0, **changes: Any) -> LogPoint:
-    """Return a logged step with VALUES."""
+    """Return the data of a logged step, whose metrics are VALUES."""
     losses = {
         name: torch.tensor(value)
         for name, value in VALUES.items()
@@ -66,7 +66,7 @@ def test_dropped_share_and_passes_are_shown(
     first, passes, second = capsys.readouterr().out.splitlines()
     assert "75% dropped" in first
     assert "75% dropped" in second
-    # 400 samples, of 250 that are kept.
+    # The run has 400 samples, and the filter keeps 250 of 1,000.
     assert "keep 25.0% of the first 16 samples" in passes
     assert "1.6 passes" in passes
 
@@ -94,7 +94,7 @@ def test_digest_same_ids_in_any_order_and_split_is_the_same() -> None:
     assert whole.dtype == torch.int64
     assert digest(ids.flip(0)) == whole
     assert torch.stack([digest(part) for part in ids.split(37)]).sum() == whole
-    assert digest(ids.to(torch.int32).long()) != whole, "the upper bits count"
+    assert digest(ids.to(torch.int32).long()) != whole, "the upper 32 bits of an id must count too"
 
 
 def test_digest_different_multisets_differ() -> None:
@@ -113,7 +113,7 @@ def test_digest_different_multisets_differ() -> None:
     ]
     values = [digest(torch.tensor(ids, dtype=torch.int64)).item() for ids in sets]
     assert len(set(values)) == len(sets)
-    # All triples of small ids have different digests, which a sum of ids would not have.
+    # All triples of small ids must have different digests. Sums of ids would not.
     triples = torch.combinations(torch.arange(30), 3)
     assert len({digest(triple).item() for triple in triples}) == len(triples)
 
@@ -274,7 +274,7 @@ def test_records_wait_for_room_on_the_disk(
 def test_full_disk_does_not_end_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The evaluation at the checkpoint is repeated, and its earlier results cannot be removed."""
+    """The evaluation at the checkpoint is repeated, but the full disk prevents that its earlier results are removed."""
     earlier = [{"step": step, "samples": 8 * step, "eval/top1": 0.25} for step in (5, 10)]
     lines = "".join(json.dumps(record) + "\n" for record in earlier)
     (tmp_path / METRICS_FILE).write_text(lines)
@@ -328,7 +328,9 @@ def test_log_of_two_ranks_is_of_the_whole_batch(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 1
     assert record["ids"] == f"{digest(torch.arange(8)).item() & MASK:016x}"
     assert record["broken_samples"] == 3
-    assert math.isclose(record["data_wait"], 0.5, rel_tol=0.1), "the slowest rank's"
+    assert math.isclose(record["data_wait"], 0.5, rel_tol=0.1), (
+        "data_wait must be that of the slowest rank"
+    )
 
 
 def test_a_figure_is_one_entry_as_the_manual_shows(

@@ -1,4 +1,4 @@
-"""report.png of complete, short, damaged and long records, and its examples at two ranks."""
+"""report.png from complete, short, damaged and long records, and with examples from two ranks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_report_of_a_long_run_takes_seconds(tmp_path):
 def test_curves_of_a_short_or_damaged_record(lines, seen, warning, tmp_path, caplog):
     picture = pixels(write_report(write(tmp_path, *lines)))
     assert picture.shape == (770, 1540, 4)
-    # The first curve of a panel is blue; without in-batch accuracies that is the evaluation set's.
+    # The first curve of a panel is blue. Without in-batch accuracies, it is the curve of the evaluation set.
     loss, accuracy = picture[:385, :510, :3], picture[385:770, 1030:, :3]
     assert [(panel == (0, 0x72, 0xB2)).all(axis=-1).any() for panel in (loss, accuracy)] == seen
     assert [record.message for record in caplog.records] == (
@@ -138,7 +138,7 @@ def test_report_of_a_whole_record_with_odd_labels(tmp_path):
     picture = pixels(write_report(tmp_path))
     assert picture.shape[1] == 1540
     colors = numpy.unique(picture[770:].reshape(-1, 4), axis=0)
-    assert len(colors) > 1000, "the random pixels of the examples"
+    assert len(colors) > 1000, "the example images, which have random pixels, must be drawn"
     names = sorted(path.name for path in tmp_path.glob("*.*"))
     assert names == sorted([EXAMPLES, METRICS_FILE, REPORT])
 
@@ -153,7 +153,11 @@ def test_command_draws_and_refuses_what_is_no_run_folder(tmp_path, monkeypatch, 
 
 
 def end_a_run(path: Path) -> list[Any] | None:
-    """Finish a run twice, first where report.png cannot be written; return the nearest labels found by a plain loop."""
+    """Finish a run twice; the first time, report.png cannot be written. Collective.
+
+    Returns:
+        On rank 0, the nearest labels of each example, found by a plain loop.
+    """
     with ExitStack() as stack:
         config = load_config(
             path, [f"eval={{labeled: {{unseen: '{UNSEEN}'}}, label_key: '{LABEL}'}}"]

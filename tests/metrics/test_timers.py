@@ -1,4 +1,4 @@
-"""The measurements of a sampled step: phases, memory, slowest rank; FLOPs and GPU names for MFU."""
+"""Measurements of a sampled step (phases, memory, slowest rank), and what MFU needs: FLOPs and names of GPUs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure() -> tuple[dict[str, float], dict[str, float], list[float]]:
 def test_sampled_step_tells_the_slow_rank() -> None:
     results = run_ranks(measure, 2)
     sampled, other, _ = results[0]
-    assert results[1][0] == sampled, "every rank has the same"
+    assert results[1][0] == sampled, "all ranks must get the same measurements"
     assert other == {}
     forward, loss = zip(*(seconds for *_, seconds in results), strict=True)
     assert sampled["ranks/slowest"] == SLOW
@@ -63,7 +63,7 @@ def test_sampled_step_tells_the_slow_rank() -> None:
     assert sampled["ranks/median_s"] == pytest.approx(fmean(forward), abs=0.05)
     assert sampled["time/data_wait_s"] == pytest.approx(0.1)
     assert sampled["time/forward_s"] == pytest.approx(fmean(forward), abs=0.05)
-    # The early rank waits in the loss.
+    # The faster rank waits for the other one in the loss.
     assert sampled["time/loss_s"] == pytest.approx(fmean(loss), abs=0.05)
     assert sampled["memory/host_bytes"] > 10 * 2**20
 
@@ -104,7 +104,7 @@ def test_flops_are_those_of_the_matrix_products(
         assert count_flops(model, tokens) == weights[0] * image + weights[1] * text
         assert peak is not None
         assert peak(tokens) == pytest.approx(1e9 / (weights[0] * image + weights[1] * text))
-    assert peak_samples_per_s(model, None) is None, "of a CPU nothing is known"
+    assert peak_samples_per_s(model, None) is None, "the peak speed of a CPU is unknown"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -1,4 +1,4 @@
-"""Runs in W&B, with a stand-in for the package or the package itself, offline; and DeepSpeed's CSV monitor."""
+"""Runs logged to W&B, through a fake package or offline through the real one, and DeepSpeed's CSV monitor."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_missing_package_is_refused_by_a_start_and_a_warning_of_dry_run_and_doct
     run_ranks(refused_everywhere, 2, wandb_recipe(tmp_path))
     config = load_config(wandb_recipe(tmp_path))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    # The run may take place on another machine.
+    # A dry run and the doctor only warn, because the run may take place on another machine.
     lines = examine("recipe", lambda: check_start(config, 1))
     (line,) = [line for line in lines if line.status != "ok"]
     assert line.status == "warn"
@@ -135,9 +135,8 @@ def test_folder_that_wandb_leaves_is_not_taken_for_the_package(
 
 
 def use_stand_in(folder: Path) -> None:
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "wandb"
-    ]:  # the real package, if it is installed
+    # Forget the real package, if it is installed and imported.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     os.environ["STAND_IN_CALLS"] = str(folder / "calls.jsonl")
@@ -152,7 +151,7 @@ def train(path: Path, *overrides: str, problem: str = "", resume: Path | None = 
 
 
 def called(kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the calls of the last run, all or those of one kind."""
+    """Return the calls of W&B in the last run: all of them, or those of one kind."""
     made = [
         json.loads(line) for line in Path(os.environ["STAND_IN_CALLS"]).read_text().splitlines()
     ]
@@ -165,7 +164,7 @@ def logged(name: str) -> list[Any]:
 
 
 def new_and_extended(path: Path, folder: Path) -> None:
-    """Train on two ranks, of which only the first calls W&B, then extend the run."""
+    """Train on two ranks, of which only rank 0 calls W&B. Then resume the run with more steps."""
     use_stand_in(folder)
     run = train(path)
     if os.environ["RANK"] == "0":
@@ -258,7 +257,7 @@ def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is
 
 
 def offline(path: Path) -> tuple[str, str]:
-    """Train two steps, resume for two more; return the run folder and W&B's run id."""
+    """Train two steps, and resume for two more. Return the run folder and W&B's id of the run."""
     home = dict.fromkeys(
         ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(path.parent)
     )

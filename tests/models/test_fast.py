@@ -1,4 +1,4 @@
-"""The replaced parts of the towers: the same function, gradients and parameters as open_clip's modules."""
+"""The fast parts of towers have the same outputs, gradients and parameters as the modules of open_clip they replace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "class token": ({}, {"embed_cls": True}, False),
     "timm": ({"timm_model_name": "test_vit", "image_size": 160}, {}, True),
 }
-"""Name -> changes of the image tower and of the text tower, and whether texts are packed."""
+"""Name of a case -> changes of the image tower's config, changes of the text tower's, whether texts are packed."""
 
 
 def write(folder: Path, name: str) -> str:
@@ -69,7 +69,7 @@ def build(path: str, towers: str, **settings: Any) -> Any:
 
 
 def captions(lengths: list[int], seed: int = 0) -> Tensor:
-    """Texts that end with the largest token after these numbers of tokens; zeros follow."""
+    """Return random texts of these lengths. Their last token is the largest one, and zeros follow."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(1, VOCABULARY - 1, (len(lengths), CONTEXT), generator=generator)
     for row, length in zip(text, lengths, strict=True):
@@ -79,7 +79,7 @@ def captions(lengths: list[int], seed: int = 0) -> Tensor:
 
 
 def gradients(model: Any, image: Tensor, text: Tensor, **inputs: Any) -> dict[str, Tensor]:
-    """The features and every gradient of a sum with fixed weights."""
+    """Return the features, and the gradients by parameter name of a weighted sum of the features."""
     model.zero_grad()
     features = model(image, text, **inputs)[:2]
     weights = torch.linspace(-1, 2, features[0].numel(), dtype=torch.float64).view_as(features[0])
@@ -128,7 +128,7 @@ def test_patches_crop_and_add_the_bias_as_a_convolution_does() -> None:
 class Halved:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        # nn.MultiheadAttention also returns the weights; the attention of open_clip 4 does not.
+        # nn.MultiheadAttention returns (output, weights). The attention of open_clip 4 returns only the output.
         return (0.5 * out[0], None) if isinstance(out, tuple) else 0.5 * out
 
 
@@ -221,14 +221,14 @@ def test_texts_of_hugging_face_are_cut_to_the_longest(pooler: str) -> None:
     count = find_counter(holder)
     assert count is not None
     assert count(text).tolist() == [3, 11, 5, 1]
-    assert seen == [16], "the next multiple of 8"
+    assert seen == [16], "the length must be the next multiple of 8 after the longest text"
 
 
 def test_packed_texts_are_sorted_and_every_tile_has_whole_texts() -> None:
     lengths = np.array([5, 1, 100, 3, 64, 64, 2, 77, 128, 1])
     text = torch.arange(10 * 130).view(10, 130)
     tokens, positions, last, packing = pack(text, lengths)
-    assert len(tokens) % 2 == 0, "spare tokens at the start"
+    assert len(tokens) % 2 == 0, "spare tokens at the start must make the number of tokens even"
     for i, length in enumerate(lengths):
         rows = slice(int(last[i]) - length + 1, int(last[i]) + 1)
         assert tokens[rows].tolist() == text[i, :length].tolist()
@@ -240,13 +240,13 @@ def test_packed_texts_are_sorted_and_every_tile_has_whole_texts() -> None:
     assert tiles[-1] == len(tokens)
     assert max(np.diff(tiles)) <= MAX_ROWS
     ends = set(torch.nonzero(packing.segments.diff())[:, 0].add(1).tolist()) | {0, len(tokens)}
-    assert ends >= set(tiles), "no text is divided"
+    assert ends >= set(tiles), "no text may be divided between tiles"
 
 
 def test_counted_lengths_are_the_ones_that_may_be_given(tmp_path: Path) -> None:
     model = build(write(tmp_path, "CLIP"), "auto")
     text = captions([1, 2, 12, 7])
-    text[1, 5] = VOCABULARY - 1  # a second largest token: the first one counts
+    text[1, 5] = VOCABULARY - 1  # the largest token occurs twice: the first one counts
     count = find_counter(model)
     assert count is not None
     lengths = count(text)
@@ -291,7 +291,7 @@ def test_operations_are_those_of_the_tokens(tmp_path: Path) -> None:
 
 
 def step(path: str, towers: str, K: int, precision: str, **changes: Any) -> dict[str, Tensor]:
-    """The masters after three steps of 12 samples in K micro-batches on every rank."""
+    """Take three steps of 12 samples in K micro-batches on every rank. Return the changes of the master weights."""
     zero = {"zero_optimization": {"stage": changes.pop("zero", 1)}}
     if precision == "autocast":
         zero["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
@@ -333,7 +333,7 @@ def step(path: str, towers: str, K: int, precision: str, **changes: Any) -> dict
 
 
 ALL_STEPS = list(itertools.product((1, 2, 3), (1, 3), (False, True)))
-"""(ZeRO stage, micro-batches K, activation checkpointing)."""
+"""All combinations of ZeRO stage, number of micro-batches K, and activation checkpointing."""
 
 
 def updates(
@@ -387,7 +387,7 @@ def test_all_blocks_and_numbers_of_tokens_share_one_graph(tmp_path: Path) -> Non
         text = captions(lengths, seed)
         found, expected = (gradients(each, image, text) for each in (model, eager))
         assert distance(found, expected) < 1e-5
-    assert counters["stats"]["unique_graphs"] == 2, "one for each tower"
+    assert counters["stats"]["unique_graphs"] == 2, "each tower must have one graph"
     assert not counters["graph_break"]
 
 
@@ -429,11 +429,11 @@ LENGTHS: list[tuple[Any, ...]] = [
     ([128], 1, 128, True, True),
     ([1, 2, 3, 60, 64, 127], 1, 80, True, False),
 ]
-"""(lengths, heads, head width, causal, not packed)."""
+"""(lengths of texts, heads, head width, causal, whether the texts are in a plain batch instead of packed)."""
 
 
 def kernels(cases: list[tuple[Any, ...]]) -> list[str]:
-    """Compare the Triton kernels, under Triton's interpreter, with float64, on memory that begins as NaN."""
+    """Compare the Triton kernels, run by Triton's interpreter, with float64. Their output memory begins as NaN."""
     from disco_ds.models.fast import tile_kernels
 
     torch.use_deterministic_algorithms(True)

@@ -73,7 +73,7 @@ def test_forward_is_open_clips_own_features(tiny: str) -> None:
 
 
 def test_images_on_the_cpu_are_contiguous(tiny: str) -> None:
-    """oneDNN 3.12 corrupts memory in the backward of strided 1x1 convolutions of channels_last images."""
+    """On channels_last images, the backward of strided 1x1 convolutions in oneDNN 3.12 corrupts memory."""
     model: Any = build(tiny)
     seen: list[Tensor] = []
     model.visual.conv1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -103,7 +103,7 @@ def test_forward_of_bytes_equals_floats_in_0_1(tiny: str) -> None:
 
 
 class Passes(TorchDispatchMode):
-    """Records the operations that create a tensor of the size of an image, up to the tower's first layer."""
+    """Records operations that create a tensor of at least `numel` elements, until the first convolution."""
 
     def __init__(self, numel: int):
         super().__init__()
@@ -232,7 +232,7 @@ def test_activation_checkpointing_changes_no_gradient(tiny: str) -> None:
     calls = count_blocks(model)
     again = gradients(model)
     assert sorted(calls) == 4 * ["transformer"] + 4 * ["visual.transformer"], (
-        "two blocks each, each run twice"
+        "each of the two blocks per tower must run twice"
     )
     assert set(plain) == set(again)
     for name, value in plain.items():

@@ -1,4 +1,4 @@
-"""Model weights, keys and configs, including files that do not fit."""
+"""Loading weights into models: keys, configs, preprocessing, and files that do not fit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pretrained_weights_are_loaded_over_every_option(
 ) -> None:
     source = build(tiny, seed=1, initial_scale=33.0).eval()
     state = source.state_dict()
-    if scalar:  # as every published open_clip model has it
+    if scalar:  # published open_clip models have a 0-d scale
         state["logit_scale"] = state["logit_scale"].squeeze()
     path = tmp_path / "saved.pt"
     torch.save(state, path)
@@ -213,7 +213,9 @@ def test_text_positions_of_another_context_length_keep_their_numbers(
     caplog.clear()
     long = build(write(20), pretrained=path).get_parameter(name)
     assert torch.equal(long[:16], positions)
-    assert 0.005 < long[16:].std() < 0.015, "open_clip's initial positions have std 0.01"
+    assert 0.005 < long[16:].std() < 0.015, (
+        "new positions must be initialized as in open_clip, with a std of 0.01"
+    )
     assert "16 text positions, the model has 20" in caplog.text
     with pytest.raises(ValueError, match=r"width 32, but text_cfg.width is 64"):
         build(write(16, 64), pretrained=path)
@@ -259,7 +261,9 @@ def test_the_activation_is_that_of_the_weights(
     about = {"model_cfg": TINY | {"quick_gelu": True}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
     monkeypatch.chdir(tmp_path)
-    assert not read_architecture(ModelSettings(**laion)).get("quick_gelu"), "a tag is no file here"
+    assert not read_architecture(ModelSettings(**laion)).get("quick_gelu"), (
+        "a tag must not be looked up in open_clip_config.json of the working directory"
+    )
     source = build(tiny, quick_gelu=True).eval()
     extra = {"input_resolution": torch.tensor(32)}  # as in OpenAI's files
     torch.save(source.state_dict() | extra, tmp_path / "open_clip_model.pth")

@@ -1,4 +1,4 @@
-"""Custom models (`model.factory`): refused mistakes, the built model, and the example from end to end."""
+"""Custom models (`model.factory`): mistakes that are refused, the built model, and the example from end to end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def normed():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PYTHONPATH with my_towers.py."""
+    """Return a folder on PYTHONPATH that contains my_towers.py."""
     (tmp_path / "my_towers.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer, written out for a small model of each kind."""
+"""Parameter groups of the optimizer for small models of each kind: weight decay, learning rates, layers and Muon."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_parameter_groups_decay_matrices_only(tmp_path: Path) -> None:
     assert {"ln_final.weight", "ln_final.bias", "visual.class_embedding"} <= members["vectors"]
     assert {"positional_embedding", "visual.positional_embedding"} <= members["vectors"]
     assert not [name for name in members["matrices"] if name.endswith("bias") or ".ln_" in name]
-    assert sum(len(group["params"]) for group in groups) == len(names), "none twice"
+    assert sum(len(group["params"]) for group in groups) == len(names), (
+        "no parameter may be in two groups"
+    )
     assert set().union(*members.values()) == set(names.values())
 
 
@@ -58,7 +60,7 @@ def test_parameter_groups_hold_no_empty_group_and_nothing_frozen(tmp_path: Path)
 
 
 class Block(nn.Module):
-    """Parameters under the names and shapes of BEiT, MobileCLIP, T5 and timm's attention pooling."""
+    """Parameters with the names and shapes that BEiT, MobileCLIP, T5 and timm's attention pooling use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ def test_vectors_positions_and_what_a_module_names_have_no_decay(name: str) -> N
 
 
 def table(model: Any, optim: OptimSettings) -> dict[str, tuple[float, float]]:
-    """Parameter -> (factor of its learning rate, weight decay)."""
+    """Return name of a parameter -> (factor of its learning rate, weight decay)."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, optim)
     assert len({group["name"] for group in groups}) == len(groups)
@@ -167,7 +169,7 @@ def test_layers_of_models_as_they_are(
 
 
 class Towers(torch.nn.Module):
-    """A text tower of transformers, named as open_clip names it, and an image tower with blocks in numbered layers."""
+    """A text tower from transformers, with open_clip's names, and an image tower with numbered layers."""
 
     def __init__(self, text: torch.nn.Module) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ def small_towers() -> dict[str, Towers]:
     [("mt5", "block", "layer.1.layer_norm.weight"), ("nllb", "layers", "fc1.weight")],
 )
 def test_layers_of_encoder_decoder_towers(name: str, block: str, inner: str) -> None:
-    """The first numbered container defines the layers. Embeddings belong to the stem and are never updated by Muon."""
+    """The first container with numbered children defines the layers. Embeddings belong to the stem, and not to Muon."""
     model = small_towers()[name]
     layers = number_layers(model, "text")
     prefix = "text.transformer"

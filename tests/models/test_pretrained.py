@@ -84,7 +84,7 @@ def test_a_tag_that_cannot_be_fetched_is_refused_in_one_line(
                 ["model={name: ViT-B-32, pretrained: laion2b_s34b_b79k}", "steps=1"],
             )
         )
-    assert not (tmp_path / "runs").exists(), "refused before any work"
+    assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
 
 
 def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> None:
@@ -102,7 +102,9 @@ def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> 
     look = read_preprocessing(model)
     assert look.mean == (0.5, 0.5, 0.5)
     assert look.std == (0.25, 0.25, 0.25)
-    assert look.size == (32, 32), "the size is the tower's"
+    assert look.size == (32, 32), (
+        "the size must be that of the tower, not of the weights' preprocessing"
+    )
 
 
 def test_the_name_of_a_folder_does_not_choose_the_tokenizer(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: st
         name for name, parameter in model.named_parameters() if parameter.requires_grad
     } == names
     assert trained_sides(model) == {"image": True, "text": True}, (
-        "a tower that is partly trained is a trained one"
+        "a partly trained tower must count as trained"
     )
 
 
@@ -257,7 +259,9 @@ def test_a_part_without_a_trained_parameter_runs_in_eval_mode(tiny: str) -> None
     part = build(tiny, lock_image=True, unlocked_layers=2, patch_dropout=0.5)
     blocks = part.visual.transformer.resblocks
     assert [block.training for block in blocks] == [False, True]
-    assert part.visual.patch_dropout.training, "the trained layers are regularized"
+    assert part.visual.patch_dropout.training, (
+        "patch dropout must stay active for the trained layers"
+    )
     assert not part.eval().visual.training
     plain = build(tiny)
     assert all(module.training for module in plain.modules())
@@ -310,7 +314,7 @@ def test_image_size_that_the_tower_does_not_take_is_refused_at_the_start(tmp_pat
         ]
         with pytest.raises(RefusedError, match=rf"model.image_size.*{size} x {size}"):
             run_training(load_config(recipe(tmp_path), changes))
-        assert not (tmp_path / "runs").exists(), "refused before any work"
+        assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Custom tokenizers: a text tower that does not pool the end token or mask the padding is refused."""
+"""Custom tokenizers are refused if the text tower does not pool their end token, or does not mask their padding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_poolings_that_the_message_names_tell_texts_apart(
 
 
 def write_roberta(folder: Path) -> str:
-    """A text tower of transformers that masks token 0."""
+    """Save a text tower of transformers that masks token 0, and return its folder."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.RobertaConfig(
         vocab_size=13, intermediate_size=16, pad_token_id=0, max_position_embeddings=24, **size

@@ -1,4 +1,4 @@
-"""Planned times of steps against measured ones."""
+"""Planned times of steps, compared with measured ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from disco_ds.plan.speed import plan_speed
 from disco_ds.plan.towers import Towers, trace
 from helpers.towers import tiny_config
 
-# Steps of one rank at ZeRO 1 in bf16 autocast, torch 2.11.0, 2026-11-26. H100: docs/results.md. H200: the prototype
-# from which the fast towers were made, with library kernels for attention; the steps that are not compiled have its
-# attention and patch embedding.
-# GPU, model, micro-batch, micro-batches, tokens per caption, compiled, ms
+# Steps of one rank at ZeRO 1 in bf16 autocast, torch 2.11.0, 2026-11-26. Those of the H100 are from docs/results.md.
+# Those of the H200 were measured with a prototype of the fast towers, which used attention kernels of libraries.
+# Columns: GPU, model, micro-batch, micro-batches, tokens per caption, compiled, ms
 MEASURED = [
     ("H100-80G", "ViT-B-32", 2048, 1, 19.6, True, 202.1),
     ("H100-80G", "ViT-B-32", 2048, 1, 77, True, 284.5),
@@ -33,7 +32,7 @@ MEASURED = [
     ("H200", "ViT-L-14", 256, 1, 77, False, 400.9),
 ]
 QUICK = ("ViT-B-32", 2048, 1, 77)
-"""These rows share one trace, which takes seconds."""
+"""Model, micro-batch, micro-batches and tokens of the rows that are not slow, because they share one trace."""
 ROWS = [
     row if row[1:5] == QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in MEASURED
 ]

@@ -1,4 +1,4 @@
-"""The plan: traces against measured steps, ZeRO memory against an engine, `--fit`, and the command."""
+"""The plan: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, and the command."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def tiny(folder: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("kind", ["fp32", "autocast"])
 def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Path) -> None:
-    # On a CPU, the backward of packed attention copies 16-bit values to fp32. A GPU's kernel does not.
+    # Under autocast, use open_clip's towers: on a CPU, the backward of packed attention copies 16-bit values to fp32,
+    # which the kernel of a GPU does not.
     config = tiny(
         tmp_path,
         model__activation_checkpointing=saves,
@@ -65,7 +66,8 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
     )
     measured = measure_towers(config, 64, CPU)
     traced, found = trace(config, 64, like_gpu=False), measured
-    # Where no graph is held the pixels are the most there is; a CPU converts them in fp32 copies, a GPU as it computes.
+    # Under autocast, compare only passes with a graph. Without one, pixels are the largest part, and a CPU converts
+    # them to fp32 copies, which a GPU does not.
     names = ("replay", "forward", "held", "backward")
     for name in names[2:] if kind == "autocast" else names:
         print(
@@ -83,7 +85,7 @@ def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path
     first, second, third = (trace(config, m) for m in (256, 512, 1024))
     between = first.interpolate(third, 1 / 3)
     for name, value in vars(second).items():
-        # The tiles of packed texts, 4 bytes each, do not grow in proportion.
+        # The tile indices of packed texts, 4 bytes each, do not grow in proportion.
         assert value - 64 <= getattr(between, name) <= 1.01 * value, name
 
 
@@ -91,7 +93,7 @@ def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path
 def test_trace_counts_what_autocast_does_on_a_gpu(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed=AUTOCAST)
     assert trace(config, 64).held > 1.05 * trace(config, 64, like_gpu=False).held, (
-        "norms hold a copy of their input"
+        "on a GPU, autocast makes norms keep a copy of their input"
     )
 
 
@@ -106,7 +108,7 @@ def test_trace_leaves_nothing_fake_behind(tmp_path: Path) -> None:
 
 @register_model
 def plan_undecided(pretrained: bool = False, **keywords: Any) -> nn.Module:
-    """A tower whose shapes depend on its values."""
+    """Build a tower whose shapes depend on the values of its input, so that it cannot be traced."""
 
     class Undecided(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ def test_model_that_cannot_be_traced_is_named(tmp_path: Path) -> None:
 
 
 def resident(config: Config) -> int:
-    """Bytes of tensors that the engine holds after a step, beside gradients."""
+    """Return the bytes of the tensors that an engine holds after a step, without gradients."""
     size = torch.distributed.get_world_size()
     with Allocations([]) as memory:
         engine = build_engine(
@@ -159,7 +161,7 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
 
 
 def peak_of_backward(config: Config) -> int:
-    """Return the additional bytes that the second backward of a model without activations allocates."""
+    """Return the peak of the bytes that the second backward allocates. The loss sums parameters: no activations."""
     engine = build_engine(
         build_model(config.model),
         config.optim,
@@ -251,10 +253,10 @@ def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
 
 
 def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
-    """4,096 samples of 2 ranks; the sums are those of a rank."""
+    """The batch has 4,096 samples on 2 ranks. The bytes are those of one rank."""
     config = tiny(tmp_path, global_batch=4096, micro_batch=16, data__workers=3, data__prefetch=5)
     towers = trace(config, 16)
-    image = towers.sample  # and its caption
+    image = towers.sample  # bytes of an image and its caption
 
     def host(pixels: str) -> dict[str, int]:
         return plan_memory(
@@ -321,7 +323,7 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     assert "\nfits: 0." in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
     assert config.optim.warmup_steps == config.num_steps // 10, (
-        "the default of 2,000 is longer than the run"
+        "the default of 2,000 warmup steps would be longer than the run"
     )
     assert config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1000
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)
@@ -331,7 +333,7 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     more = config.model_copy(update={"global_batch": 2 * config.global_batch})
     memory = plan_memory(more, 4, towers, assumed)
     assert memory.total > 0.1 * GIB or 4 * sum(memory.host.values()) > 2 * GIB, (
-        "twice as many do not fit"
+        "twice the batch must not fit"
     )
     assert run(argv, monkeypatch) == 2
     assert "already exists" in capsys.readouterr().err
@@ -438,9 +440,9 @@ def test_mistakes_are_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(command(tmp_path, *arguments), monkeypatch) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert words in err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 @pytest.mark.slow
@@ -464,7 +466,8 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
 def test_backward_hides_all_but_the_last_bucket() -> None:
     assert hide(6.0, 100.0, 3) == pytest.approx(4.0)
     assert hide(6.0, 100.0, 1) == 0.0
-    assert hide(90.0, 30.0, 3) == pytest.approx(20.0)  # starts after a third of the window
+    # The first of 3 buckets is ready after a third of the window.
+    assert hide(90.0, 30.0, 3) == pytest.approx(20.0)
 
 
 def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:
@@ -510,9 +513,7 @@ def build_with_roberta() -> TwoTowers:
 
 
 def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> None:
-    """In fp32, they are padded. Hugging Face towers cut texts to the longest one, and one of many texts is usually
-    long.
-    """
+    """In fp32, texts are padded. Towers of Hugging Face cut all texts to the longest one, which is usually long."""
     short = Assumptions(text_tokens=2.0)
     roberta = {
         "model__name": ModelSettings().name,
@@ -575,7 +576,7 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
     counts = [sum(_count_engine(of(stage), 8, K, towers)) / (7 / 8 * P) for stage in (1, 2, 3)]
     assert counts == pytest.approx([10, 8 * K + 2, 2 * (3 * K - 1) + 4 * K], rel=1e-5)
     for stage in (1, 2):
-        # The bucket of 1,000 elements, its flat copy, both in bf16, and the copy in fp32.
+        # A bucket of 1,000 elements and its flat copy, both in bf16, and a copy in fp32.
         parts = plan_memory(of(stage), 8, towers, NOTHING).moments["backward"]
         assert parts["communication"] == 2000 + 2000 + 4000
 
@@ -585,7 +586,7 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verdicts_and_slope_of_the_papers_table_3() -> None:
-    """Plan for 64 and 8 A100-40G. Solving the three DisCo rows for constant + b (slope + k B) gives 5.2 MB a sample."""
+    """Plan for 64 and 8 A100-40G. Fitting constant + b (slope + k B) to the paper's rows gives 5.2 MB per sample."""
     recipe = load_config("vit_b_32_196k", ["ranks=null"])
 
     def plan(loss: str, ranks: int, batch: int) -> int:

@@ -1,4 +1,4 @@
-"""Planned memory of every registered loss against what it allocates, on one rank, two and three."""
+"""Planned memory of every registered loss, compared with what it allocates on one, two and three ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.dist import run_ranks
 
 TILE = {"tile": (256, 256), "impl": "torch"}
 SHAPES = [(512, 32), (256, 256), (64, 512), (1024, 128)]
-"""(b, D) at which most memory is for the matrix, for matrix and features, for the features, and for a large tile."""
+"""(b, D). Most memory is for the b x b matrix, for matrix and features, for the features, and for a large tile."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {}),
     ("disco", {}),
@@ -24,13 +24,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("nt_xent", {**TILE, "ring": True}),
     ("disco", {"teacher_weight": 0.5}),
     *((name, {**TILE, "teacher_weight": 0.5}) for name in ("disco_fused", "inf_cl", "siglip")),
-    # Tiles of which torch processes strips:
+    # With tiles that torch processes in strips:
     *((name, {}) for name in ("disco_fused", "inf_cl", "siglip", "fastclip_v2", "nt_xent")),
 ]
 
 
 def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int]]:
-    """(case, bytes as planned, bytes as allocated) on this rank, forward and backward."""
+    """Run forward and backward of each case on this rank. Return (case, planned bytes, allocated bytes)."""
     found = []
     for name, options in cases:
         for b, D in SHAPES:
@@ -68,7 +68,7 @@ def test_planned_memory_of_every_loss_is_what_it_allocates() -> None:
 
 
 def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
-    """Compare planned with allocated bytes."""
+    """Check that planned and allocated bytes agree in all cases."""
     wrong = [
         f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})"
         for case, a, b in found

@@ -1,4 +1,4 @@
-"""The run folder: made once, found again, locked by one run at a time."""
+"""Run folders: they are created once, found again, and locked by one run at a time."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_start_that_fails_leaves_no_folder(new: bool, tmp_path: Path) -> None:
 
 
 def test_resumed_run_keeps_its_name(tmp_path: Path) -> None:
-    """Otherwise, neither the folder's name nor the name in its config would find it."""
+    """If a resume could change the name, the run would later be found neither by its folder nor by its config."""
     for folder in ("a", "a-2", "moved", "b"):
         write_config(tmp_path / folder, "a")
     with pytest.raises(ValueError, match=r"the run is called a, but .* name=b; set name=a"):
@@ -202,7 +202,7 @@ def test_mark_finished_is_read_back(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, with room for a part of a small file."""
+    """Return a file system of 64 KiB that has room for only a part of a small file."""
     with mount_small_disk(tmp_path / "disk", "64k") as path:
         yield path
 

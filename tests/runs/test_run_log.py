@@ -43,7 +43,7 @@ def test_neither_a_full_disk_nor_a_closed_terminal_ends_the_run(
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with write_log(Path("/proc")):  # where no file can be created
+    with write_log(Path("/proc")):  # no file can be created there
         monkeypatch.setattr(sys, "stdout", Gone())
         say("step 1")
 

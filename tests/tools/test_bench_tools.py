@@ -1,4 +1,4 @@
-"""Test runs on a CPU of the GPU tools: every kind of slice runs, fails without the others, and is resumed."""
+"""Test runs of the GPU tools on a CPU: all kinds of slices run, fail independently, and are resumed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def absent(_: float) -> Any:
 
 
 def bench(names: list[str], path: Path) -> None:
-    """Run these slices in this process; slices.run_here runs each in a separate one."""
+    """Run these slices in this process. The tool itself runs each slice in a separate one."""
     torch.set_num_threads(1)
     results = slices.Results(path)
     broken = {"broken": peers.Peer(lambda _: fail, 5, 5), "absent": peers.Peer(absent, 5, None)}
@@ -120,7 +120,7 @@ def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
     alone = [x for x in names if bench_gpu.SHAPES[x.split(": ")[0]].ranks == 1]
     bench([*alone, "one: broken", "one: absent"], path)
     start_server()
-    # A simulated process group cannot be destroyed.
+    # Use another process, because a simulated process group cannot be destroyed.
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         pool.submit(bench, [*(x for x in names if x not in alone), "share: broken"], path).result()
     outcomes = slices.Results(path).read()
@@ -145,7 +145,7 @@ def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
     assert "broken: RuntimeError: no such kernel" in text[one:share]
     assert "absent: No module named 'absent'" in text[one:share]
     assert "absent" not in text[share:]
-    # Others may fail, ours may not.
+    # A loss of other authors may fail, but ours may not.
     assert not bench_gpu.failed("one: broken", outcomes["one: broken"])
     assert bench_gpu.failed("one: disco_fused", outcomes["one: broken"])
 
@@ -218,7 +218,7 @@ def leaves() -> list[Tensor]:
 
 
 def pretended() -> list[float]:
-    """Run the losses that send features around a ring, with ranks that are copies."""
+    """Run the losses that send features around a ring, on simulated ranks whose features are copies."""
     bench_loss.pretend(WORLD)
     return [build_loss(name)(Embeddings(*leaves())).loss.item() for name in ("inf_cl", "siglip")]
 
@@ -235,7 +235,7 @@ def test_pretended_world_is_one_of_copies():
 
 
 def interpreted() -> dict[str, list[dict[str, Any]]]:
-    """Return slices of check_kernels by name, the last one with broken kernels."""
+    """Return the records of slices of tools/check/kernels.py by name. In "raises" and "wrong", a kernel is broken."""
     from disco_ds.losses.kernels import triton_tiles
 
     loss_checks.CASES = (("typical", 14.3), ("outlier", 100.0))
@@ -286,7 +286,7 @@ def test_check_kernels_runs_every_kind_of_slice_and_finds_what_is_wrong(monkeypa
         assert records
         if name == "raises":
             assert {x["problem"] for x in failures} == {"RuntimeError: no such kernel"}
-            assert len(failures) == 3, "one for each tile"
+            assert len(failures) == 3, "each tile must fail once"
         elif name == "wrong":
             assert {x["what"] for x in failures} == {"weights"}
             assert f"FAILED {failures[0]['case']}: weights: Triton" in check_kernels.show(

@@ -46,7 +46,7 @@ def test_demo_runs_twice_from_a_folder_with_a_space(clone):
         assert (run / "export" / "open_clip_model.safetensors").exists()
         assert "step 10/10" in done.stdout
         assert "chance" in done.stdout
-        assert "[INFO]" not in done.stdout, "the launcher's words belong into the log"
+        assert "[INFO]" not in done.stdout, "the launcher's log lines must go only to the log file"
         assert "[INFO]" in (clone / "runs" / "demo.log").read_text()
 
 

@@ -1,4 +1,4 @@
-"""tools/bench/launches.py, and the bound on what follows the last backward pass: no operation per parameter."""
+"""tools/bench/launches.py, and a limit on the operations after the last backward pass: not one for each parameter."""
 
 from __future__ import annotations
 

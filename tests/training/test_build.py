@@ -61,7 +61,7 @@ def bad_settings(path: Path, folder: Path) -> None:
         "number of ranks (2)",
         "data.slots=2",
     )
-    # Refused by the optimizer, when the folder has been made.
+    # The optimizer refuses this, after the run folder was created.
     expect(
         refused(config("model.name=quickstart", "optim.image.layer_decay=0.5")),
         "layers of this model's image tower",
@@ -69,7 +69,7 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(refused(config(), resume="latest"), "no run called tiny")
     expect(refused(config(), resume=str(folder)), "not a run folder")
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), (
-        "a refused run leaves no folder"
+        "a refused run must not leave a folder"
     )
     said = stopped(config("data.image_key=jpg", "name=wrong-key"))
     expect(said, "data failed on ranks 0-1", "no image under jpg", "the sample has json, png, txt")
@@ -159,11 +159,11 @@ def broken_data(path: Path, folder: Path) -> None:
             for line in path.open()
         ]
         records = (run.folder / METRICS_FILE).read_text().splitlines()
-    # 80 samples in 4 steps of 16, so not all are met, but never the same one in another count.
+    # 4 steps of 16 read only some of the 80 samples. A broken sample may be counted several times, but is named once.
     damaged = [name for name in names if "the shard is damaged" in name]
     broken = set(names) - set(damaged)
     assert json.loads(records[-1])["broken_samples"] >= len(broken) >= 2, names
-    assert 1 <= len(damaged) <= 2, "at most once on each rank"
+    assert 1 <= len(damaged) <= 2, "a damaged shard may be named at most once on each rank"
     assert damaged[0].startswith("00001.tar/"), names
     said = stopped(
         load_config(
@@ -181,7 +181,7 @@ def broken_data(path: Path, folder: Path) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Folders: empty, unindexed, one (a single shard), broken (some samples), rotten (most)."""
+    """Write folders of shards: empty, unindexed, one (a single shard), broken (some samples), rotten (most samples)."""
     good = [image_sample(number) for number in range(40)]
     bad = {"png": b"\x89PNG\r\n\x1a\n" + b"junk", "txt": b"no picture"}
     buffer = io.BytesIO()

@@ -1,5 +1,4 @@
-"""contrastive_step in loops that are not ours: the full batch's gradient under every engine, at any ranks and
-micro-batches, dropout replayed."""
+"""contrastive_step in custom loops: the gradient is that of the full batch, with every engine and with dropout."""
 
 from __future__ import annotations
 
@@ -40,14 +39,17 @@ from helpers.paths import ROOT
 from helpers.towers import distance, masters, write_down
 
 LR = 1000.0
-"""The change of a weight then dwarfs the rounding of the weight it is read from."""
+"""LR is so large that the rounding of the weights does not matter."""
 
 
 def reference(
     kind: str, K: int, dtype: torch.dtype, autocast: bool, variant: str = ""
 ) -> dict[str, Tensor]:
-    """The gradient of the global batch: every rank keeps the graphs of its own micro-batches, in the order and with
-    the random numbers of the step, and takes the other ranks' features as they are; the parts are summed up."""
+    """Compute the gradient of the global batch without contrastive_step. Collective.
+
+    Each rank forwards its micro-batches in the order and with the random numbers of the step, and keeps their graphs.
+    The features of the other ranks are constants. The gradients of all ranks are then added.
+    """
     model = make(kind, variant).to(dtype).train()
     forward = forward_of(kind, model, dtype, autocast)
     torch.manual_seed(100 + comm.rank())
@@ -69,18 +71,17 @@ def reference(
     ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
     found = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:  # LoRA's base
+        if not parameter.requires_grad:  # a weight that LoRA does not train
             continue
         assert parameter.grad is not None
         total = comm.all_reduce_sum(parameter.grad.double())
-        found[name] = (
-            total / comm.size() if name == "log_scale" else total
-        )  # every rank has the scale's whole gradient
+        # Every rank has the complete gradient of the scale, so average it.
+        found[name] = total / comm.size() if name == "log_scale" else total
     return found
 
 
 def step_of(engine: str, kind: str, precision: str, K: int, variant: str = "") -> dict[str, Tensor]:
-    """The gradient that one contrastive_step leaves, or applies."""
+    """Run one contrastive_step, and return the gradient that it leaves in the parameters or applies to them."""
     model = make(kind, variant).train()
     loss = build_loss("disco_fused", tile=(8, 8))
     autocast = precision == "bf16" and not engine.startswith("zero")
@@ -118,7 +119,7 @@ Case = tuple[str, str, str, int]
 
 def all_cases(engines: tuple[str, ...]) -> list[Case]:
     cases = itertools.product(engines, MODELS, ("fp32", "bf16"), (1, 4))
-    # bf16 at ZeRO 0 is refused, see test_combination_that_deepspeed_gets_wrong_is_refused.
+    # bf16 at ZeRO 0 is refused, see test_engine_that_would_apply_another_gradient_is_refused.
     return [case for case in cases if (case[0], case[2]) != ("zero0", "bf16")]
 
 
@@ -308,7 +309,7 @@ def test_batch_that_does_not_divide_is_refused(batch: Any, words: str) -> None:
 
 
 def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
-    """A list of samples is taken for a list of fields: each forward gets all of them, and a part of their tokens."""
+    """A list of samples looks like a list of fields. So each forward gets all samples, and a part of their tokens."""
     tower = nn.EmbeddingBag(97, D)
 
     def forward(part: Any) -> tuple[Tensor, Tensor]:
@@ -334,7 +335,7 @@ def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
 
 @pytest.mark.slow
 def test_compiled_towers_replay_their_dropout() -> None:
-    """The forward without a graph and the one with it are compiled apart, and must draw the same masks."""
+    """The forward passes with and without a graph are compiled separately, but must draw the same masks."""
     torch.manual_seed(0)
     tower = nn.Sequential(
         nn.Dropout(0.2), nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, D)

@@ -1,4 +1,4 @@
-"""Ways in which loops in the field get contrastive_step wrong (docs/custom_loop.md): a clear error on every rank."""
+"""Mistakes with contrastive_step in custom loops (docs/custom_loop.md) cause a clear error on every rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from helpers.towers import distance, on_boundary_backward
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """What a call says on this rank; every rank must be refused."""
+    """Return the error message of a call on this rank. The call must be refused on every rank. Collective."""
     with pytest.raises(ValueError) as caught:
         call()
     comm.barrier()
@@ -68,7 +68,7 @@ def mistakes_of_engines() -> None:
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, micro_batches=2))
     assert "micro_batches is 2" in said
     assert "gradient_accumulation_steps is 4" in said
-    # The micro-batches of a step that was given up are still in ZeRO 2's buffers.
+    # If a step is abandoned, its first micro-batches remain in ZeRO 2's buffers.
     engine.backward(sum(x.sum() for x in forward(split(batch, 4)[0][0])))
     engine.step()
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, micro_batches=4))
@@ -78,7 +78,7 @@ def mistakes_of_engines() -> None:
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, scale=SCALE))
     assert "bf16.enabled at ZeRO 0 is refused" in said
     engine.destroy()
-    # With these the parameters would get N times the gradient, or K updates in a step.
+    # With these settings, the gradient would be N times too large, or a step would have K updates.
     for stage, changes in (
         (0, {"gradient_allreduce_op": "sum"}),
         (2, {"managed_gradient_accumulation": False}),
@@ -89,7 +89,7 @@ def mistakes_of_engines() -> None:
         )
         assert f"ds_config key {next(iter(changes))} is not supported" in said
         engine.destroy()
-    # DeepSpeed would free the gradient of a parameter that is larger than the bucket while it is still reduced.
+    # DeepSpeed would free the gradient of a parameter that is larger than the bucket while it is still being reduced.
     zero = {"overlap_comm": True, "reduce_bucket_size": 100}
     engine, forward = engine_of("text-text", 2, "fp32", 4, zero, gradient_allreduce_op="mean")
     contrastive_step(engine, loss, batch, forward, micro_batches=4, scale=SCALE)
@@ -102,7 +102,7 @@ def test_engine_that_would_apply_another_gradient_is_refused() -> None:
 
 
 class Counting(nn.Module):
-    """A BatchNorm, or a draw that torch's generators know nothing of."""
+    """A model with a BatchNorm, or with random numbers that do not come from torch's generators."""
 
     def __init__(self, norm: bool):
         super().__init__()
@@ -115,7 +115,7 @@ class Counting(nn.Module):
 
 
 def reject_a_batch() -> int:
-    """One applied step, and one whose gradient is not finite, under an engine. Return the counted forwards."""
+    """Take a step that is applied, and one whose gradient is not finite. Return the forwards that BatchNorm counts."""
     model = Counting(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = ds_config(0, "fp32", 1)
@@ -130,7 +130,7 @@ def reject_a_batch() -> int:
 
 
 def test_rejected_batch_leaves_batch_statistics_alone() -> None:
-    assert run_ranks(reject_a_batch, 2) == [2, 2]  # both sides of the applied step
+    assert run_ranks(reject_a_batch, 2) == [2, 2]  # image and text of the applied step
 
 
 def mistakes_of_forwards() -> None:
@@ -143,7 +143,9 @@ def mistakes_of_forwards() -> None:
 
     said = refused(step(Counting(norm=True), micro_batches=2))
     assert "module.norm is a BatchNorm1d" in said
-    assert torch.isfinite(step(Counting(norm=True))().loss), "one micro-batch is seen once"
+    assert torch.isfinite(step(Counting(norm=True))().loss), (
+        "with one micro-batch, BatchNorm sees each sample once"
+    )
     assert torch.isfinite(step(Counting(norm=True).eval(), micro_batches=2)().loss)
     assert "draws random numbers from a generator other than torch's" in refused(
         step(Counting(norm=False), micro_batches=2)
@@ -174,9 +176,8 @@ def mistakes_of_forwards() -> None:
     assert "the logit scale differs" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE * (1 + n / 10_000))
     )
-    contrastive_step(
-        model, loss, batch, forward, scale=SCALE
-    )  # the refusal has left nothing behind
+    # After the refusal, a correct step must still work.
+    contrastive_step(model, loss, batch, forward, scale=SCALE)
     ids = torch.zeros(8, dtype=torch.int64) if n else None
     assert "some ranks pass group_id" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE, group_id=ids)
@@ -194,7 +195,7 @@ def mistakes_of_forwards() -> None:
     )
     with pytest.raises(ValueError, match="forward returned 1 values"):
         contrastive_step(model, loss, batch, lambda part: (part["first"],))
-    # Of two rows, which are not two sides.
+    # The returned tensor has two rows, which must not be taken for the two sides.
     with pytest.raises(ValueError, match="forward returned a Tensor; expected a tuple"):
         contrastive_step(model, loss, batch, lambda part: part["first"][:2])
     static = DistributedDataParallel(make("text-text"), static_graph=True)
@@ -210,7 +211,7 @@ def test_forward_that_is_another_the_second_time_and_ranks_that_differ_are_refus
 
 
 class Residual(nn.Module):
-    """A pre-norm encoder whose dropout draws from a generator of its own while `draws` is set."""
+    """A pre-norm encoder. While `draws` is set, its dropout draws from a separate generator."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -229,7 +230,7 @@ class Residual(nn.Module):
 
 
 def step_alone(model: nn.Module, width: int, K: int = 2, steps: int = 1) -> None:
-    """Steps of a model for both sides, in this process."""
+    """Take steps in this process with one model for both sides."""
     sides = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).split(4)
 
     def forward(part: Batch) -> Any:
@@ -252,12 +253,12 @@ def test_dropout_that_is_not_replayed_is_refused_at_any_width(width: int) -> Non
 def test_forward_is_checked_in_each_mode_until_a_step_has_succeeded() -> None:
     torch.manual_seed(0)
     model = Residual(8).eval()
-    step_alone(model, 8)  # draws nothing
+    step_alone(model, 8)  # in eval mode, nothing is drawn
     model.train()
     for _ in range(2):  # the loop catches the error and continues
         with pytest.raises(ValueError, match="the second time"):
             step_alone(model, 8)
-    step_alone(model, 8, K=1)  # repeats nothing
+    step_alone(model, 8, K=1)  # with one micro-batch, no forward is repeated
     with pytest.raises(ValueError, match="the second time"):
         step_alone(model, 8, K=4)
     model.draws = False
@@ -274,7 +275,7 @@ def test_device_is_the_accelerator_that_the_parameters_are_on() -> None:
 
 
 def unaveraged() -> None:
-    """Each rank would train another model."""
+    """Check models whose gradients nothing averages, so that each rank would train a different model."""
     loss, batch = build_loss("disco"), my_batch()
 
     def warned(model: nn.Module, forward: Callable[[Batch], Any], K: int = 2) -> list[str]:
@@ -286,7 +287,7 @@ def unaveraged() -> None:
         assert all(Path(item.filename) == Path(__file__) for item in caught)
         return [str(item.message) for item in caught]
 
-    first = comm.rank() == 0  # the rank that warns
+    first = comm.rank() == 0  # only rank 0 warns
     plain = make("image-text")
     assert [
         item[:40] for item in warned(plain, forward_of("image-text", plain, torch.float32))
@@ -307,7 +308,7 @@ def test_what_is_not_averaged_over_ranks_is_warned_of() -> None:
 
 
 def clipped_and_scaled() -> None:
-    """A loop of torch: GradScaler, clipping, AdamW, over several steps, beside the same with one micro-batch."""
+    """Check that a loop with GradScaler, clipping and AdamW gives the same weights with 1 and 4 micro-batches."""
     ends = []
     for K in (1, 4):
         model = make("image-text").eval()  # without dropout: its draws depend on the micro-batches
@@ -336,7 +337,7 @@ def test_scaler_and_clipping_of_torch() -> None:
 
 
 def with_memory() -> None:
-    """A loss that keeps state per sample takes it over at each step."""
+    """Check that contrastive_step commits the state of a loss that keeps state per sample."""
     model, loss = make("text-text"), build_loss("fastclip_v1")
     loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
     index = torch.arange(PER_RANK) + comm.rank() * PER_RANK
@@ -355,7 +356,7 @@ def test_loss_with_state_gets_its_samples() -> None:
 
 
 def skipped_by_a_scaler() -> None:
-    """The gradient overflows on the last rank only, so that GradScaler skips the update."""
+    """Check that a loss commits no state if GradScaler skips the update, because one rank's gradient overflows."""
     model, loss = make("text-text"), build_loss("fastclip_v1")
     wrapped = DistributedDataParallel(model)
     loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
@@ -394,7 +395,10 @@ def test_state_of_a_loss_stays_where_a_scaler_skips_the_update() -> None:
 
 
 def remembers_nothing() -> None:
-    """ZeRO 2, where GradCache in other trainers mixes micro-batches of two steps: the second step is the first's."""
+    """Check that three equal steps at ZeRO 2 have equal gradients.
+
+    With GradCache in other trainers, ZeRO 2 mixes the micro-batches of two steps.
+    """
     engine, forward = engine_of("text-text", 2, "fp32", 4)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0

@@ -1,4 +1,4 @@
-"""Custom optimizers: elementwise ones at every ZeRO stage, others at ZeRO 0 only."""
+"""Custom optimizers: elementwise ones work at every ZeRO stage, others only at ZeRO 0."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_unusable_factory_is_refused_by_name(factory: str, words: str) -> None:
 
 
 def train(model_file: str) -> list[str]:
-    """Compare three steps of two ranks with plain torch in one process."""
+    """Compare three steps on two ranks with plain torch in one process. Return descriptions of the failures."""
 
     def surrogate(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
         batch = batches(2, 4, seed=step)[rank]

@@ -1,4 +1,4 @@
-"""The average of the weights: against a loop in float64, saved, resumed, resharded, evaluated and exported."""
+"""The average of the weights: compared with a loop in float64, saved, resumed, resharded, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def average_and_compare(model_file: str, names: list[str]) -> list[str]:
             raise comm.AgreedError
         for key, value in mean.items():
             error = (held[key] - value).abs().max().item()
-            # SGD moves the scale to its bound in one step.
+            # The average must differ from the last weights, except for the scale, which reaches its bound in one step.
             same = torch.equal(held[key], last[key]) and key != "logit_scale"
             if error > 1e-6 or same:
                 failures.append(f"{name} {key}: off by {error}")
-        # A model with these weights, in one process, computes the same features.
+        # A model with the averaged weights, in one process, must compute the same features.
         plain: Any = build_model(config.model)
         plain.load_state_dict({key: value.float() for key, value in mean.items()}, strict=False)
         plain.to(torch.bfloat16 if "bf16" in name else torch.float32)
@@ -201,7 +201,7 @@ def test_shared_parameter_is_averaged_under_all_its_names(
 
 
 def resume_with_and_without(path: Path) -> None:
-    """Start without an average, add one, and drop it again."""
+    """Train without an average, resume with one, and resume again without."""
     train_and_finish(path)
     ema = ["optim.ema.decay=0.9", "steps=6"]
     expect(
@@ -222,7 +222,7 @@ def test_average_may_be_added_and_dropped_on_resume(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     shutil.copytree(tmp_path / "with", run / "checkpoints" / "step-00000006", dirs_exist_ok=True)
     saved = run / "checkpoints" / "step-00000006"
-    # The average began with the weights after step 5: 6 is its second update.
+    # The average began with the weights after step 5, so the weights after step 6 already differ from it.
     raw, average = (read_weights(saved, ema=ema).tensors for ema in (False, True))
     assert any(not torch.equal(raw[name], average[name]) for name in raw)
     for step in (4, 8):

@@ -48,7 +48,7 @@ def test_warmup_rises_by_equal_steps_from_above_zero_to_the_peak() -> None:
 
 
 def test_cosine_by_hand() -> None:
-    # Steps 2 to 5 are at 0, 1/4, 1/2 and 3/4 of the half wave from 1 to 0.2.
+    # Steps 2 to 5 are at 0, 1/4, 1/2 and 3/4 of the half cosine from 1 to 0.2.
     half = math.sqrt(0.5)
     expected = [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + half), 0.6, 0.2 + 0.4 * (1 - half)]
     assert lrs(6, schedule="cosine", warmup_steps=2, lr_min=0.2) == pytest.approx(expected)
@@ -131,7 +131,7 @@ def test_build_optimizer_passes_settings_and_groups(
 OPTIM: dict[str, Any] = {"weight_decay": 0.1, "momentum": 0.9, "betas": (0.9, 0.98), "eps": 1e-3}
 OPTIM |= {"image": {"lr_factor": 0.5}, "text": {"weight_decay": 0.3, "layer_decay": 0.8}}
 STEPS = (1e-2, 3e-3, 0.0, 5e-3)
-"""Learning rates of four steps."""
+"""Learning rates of the four steps."""
 LOOKED_AT = (
     "visual.proj",
     "text_projection",
@@ -158,7 +158,7 @@ def plain_decay(name: str, parameter: nn.Parameter) -> float:
 
 
 def plain_factor(name: str) -> float:
-    """The image tower at half the rate, the text tower with a decay of 0.8 over its two blocks."""
+    """Return the factor of a parameter's learning rate: 0.5 in the image tower, 0.8^(3 - layer) in the text tower."""
     if name == "logit_scale":
         return 1.0
     if name.startswith("visual."):
@@ -183,7 +183,7 @@ def plain_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_changes(name: str, start: nn.Module) -> list[dict[str, Tensor]]:
-    """Return the change of LOOKED_AT in each step, in one process, for the mean of both ranks' losses."""
+    """Train in one process on the mean of both ranks' losses. Return the changes of LOOKED_AT in each step."""
     model = copy.deepcopy(start)
     model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
     optimizer = plain_optimizer(name, model)
@@ -253,7 +253,7 @@ def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) 
 
 
 def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
-    """The comparison above detects weight decay of vectors, and missing weight decay of matrices."""
+    """The comparison above would detect weight decay of vectors, and missing weight decay of matrices."""
     config = tiny_config(
         write_tiny(tmp_path),
         {},
@@ -291,8 +291,10 @@ def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
 def order_of_reductions(
     model: str, stage: int, num_micro_batches: int, **zero: Any
 ) -> tuple[list[int], int]:
-    """Return the number of elements of each reduction, and the number of gradients computed after the first
-    reduction.
+    """Record the reductions of one step.
+
+    Returns:
+        The number of elements of each reduction, and the number of gradients that are computed after the first one.
     """
     changes = {"global_batch": 4 * comm.size() * num_micro_batches, "micro_batch": 4}
     config = tiny_config(model, {"zero_optimization": {"stage": stage, **zero}}, **changes)
@@ -366,7 +368,7 @@ def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path
 
 
 def resumed_in_other_buckets(model: str, folder: Path) -> None:
-    """A checkpoint from a run with a single reduction continues with overlapped buckets, with identical bits."""
+    """Check that a checkpoint of a run with one reduction continues with overlapped buckets, bit by bit."""
     ways: tuple[dict[str, Any], ...] = (
         {"reduce_bucket_size": 500_000, "overlap_comm": False},
         {"reduce_bucket_size": 10_000, "overlap_comm": True},

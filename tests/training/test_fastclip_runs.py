@@ -50,7 +50,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def true_step(
     tower: Any, oracle: Oracle, everything: list[Batch], ids: Tensor, cast: str
 ) -> tuple[dict[str, Tensor], float]:
-    """The gradient by name and the loss of one process on the whole batch, the loss in float64."""
+    """Compute a step of one process on the whole batch. The towers run with `cast`, the loss in float64.
+
+    Returns:
+        The gradient by parameter name, and the loss.
+    """
     tower.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
         image, text, scale, _ = tower(
@@ -64,9 +68,10 @@ def true_step(
 
 
 def one_case(model: str, name: str, stage: int, count: int, precision: str) -> dict[str, float]:
-    """A few steps with weights held still against one process and the float64 oracle; errors over what is allowed.
+    """Compare steps of an engine, whose weights do not change, with one process and the float64 oracle.
 
-    Allowed: 1e-5, and at 16 bits twice the error of one process at that precision.
+    Returns:
+        The largest errors, divided by the allowed one: 1e-5 in fp32; with 16 bits, twice the error of one process.
     """
     N = comm.size()
     deepspeed = {"zero_optimization": {"stage": stage}, **copy.deepcopy(PRECISIONS[precision])}
@@ -77,9 +82,8 @@ def one_case(model: str, name: str, stage: int, count: int, precision: str) -> d
     torch.manual_seed(0)
     tower = build_model(config.model, loss.initial_scale, None, loss.learns_scale)
     rounded = copy.deepcopy(tower).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    rounded.forward = types.MethodType(
-        tower.forward.__func__, rounded
-    )  # the copy's is the original's
+    # The forward of the copy is still bound to the original.
+    rounded.forward = types.MethodType(tower.forward.__func__, rounded)
     engine = build_engine(copy.deepcopy(tower), config.optim, render_ds_config(config, N))
     for module in (engine, tower, rounded):
         module.train()
@@ -146,9 +150,7 @@ def test_engine_gets_the_gradient_of_one_process_at_every_stage(size, precision,
 
 
 def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) -> None:
-    """Skipped batches change nothing, and a run that resumes within an epoch is bit-identical to the uninterrupted
-    one.
-    """
+    """Check that a run that skips batches and resumes within an epoch is bit-identical to one without them."""
     shared = [
         f"loss.name={name}",
         f"deepspeed={deepspeed}",
@@ -179,7 +181,7 @@ def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) ->
 
 
 def write_recipe(folder: Path) -> Path:
-    """Six steps of 16 of 40 samples, so that epochs end within steps."""
+    """Write a recipe of six steps of 16 samples. The data set has 40 samples, so epochs end within steps."""
     data = {"source": "synthetic", "num_samples": 40, "workers": 0, "slots": 4}
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     log = {"every_steps": 1, "tensorboard": False}
@@ -187,7 +189,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def resumed(path: Path, name: str) -> None:
-    """One rank resumes at step 3 and trains to step 6."""
+    """Resume at step 3 and train to step 6."""
     with ExitStack() as stack:
         train(
             build(load_config(path, [f"loss.name={name}", "name=cut", "steps=6"]), "latest", stack)
@@ -228,7 +230,7 @@ def test_passed_over_batches_and_resumed_runs_of_other_presets(name, deepspeed, 
 
 
 def own_rate(path: Path, deepspeed: str) -> list[float]:
-    """log of the scale after each of three steps."""
+    """Return the learning rate of the log scale in each of two updates: its change divided by its gradient."""
     settings = [
         "optim={name: sgd, momentum: 0.0, lr: 1e-9, tau_lr: 1.5, tau_slow: 0.0699, warmup_steps: 0}"
     ]
@@ -262,7 +264,7 @@ def own_rate(path: Path, deepspeed: str) -> list[float]:
     ],
 )
 def test_temperature_has_a_rate_of_its_own_and_a_third_of_it_below_a_bound(deepspeed, tmp_path):
-    """It begins at 0.07, just above the bound, and a step takes it below."""
+    """The temperature begins at 0.07, just above the bound, and the first step takes it below."""
     for rates in run_ranks(own_rate, 2, write_recipe(tmp_path), deepspeed):
         assert rates == pytest.approx([1.5, 0.5], rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""Real faults in runs of two ranks: which of them stop the run, and the messages."""
+"""Real faults in runs of two ranks: which of them stop the run, and with which messages."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def crash_and_resume(path: Path, folder: Path) -> None:
     overrides = [
         "steps=8",
         "checkpoint.every_steps=4",
-        "checkpoint.asynchronous=false",  # the crash may come while a save is in flight
+        "checkpoint.asynchronous=false",  # otherwise, the crash might come while a save is in progress
         f"checkpoint.copy_command=cp -r {{path}} {folder}/{{name}}",
         "eval={every_steps: 2, labeled: {unseen: 'bundled:emoji/unseen'}}",
     ]
@@ -150,10 +150,9 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
     points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     names = points.Tags()["scalars"]
     assert "train/loss" in names
-    for name in set(names) - {
-        "time/save_s"
-    }:  # which steps have waited for a save, is up to the disk
-        # The evaluation of the checkpoint's step is repeated, because the run may have ended before it.
+    # Which steps wait for a save depends on the disk.
+    for name in set(names) - {"time/save_s"}:
+        # The evaluation at the step of the checkpoint is repeated, because the run may have ended before it.
         expected = (2, 4, 4, 6, 8) if name.startswith("eval/") else range(1, 9)
         assert [point.step // 16 for point in points.Scalars(name)] == list(expected), name
     losses = {record["step"]: record["loss"] for record in records(run) if "loss" in record}
@@ -169,7 +168,7 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system for two and a half checkpoints of the tiny model."""
+    """Return a file system with room for two and a half checkpoints of the tiny model."""
     with mount_small_disk(tmp_path / "disk", "66m") as path:
         yield path
 
@@ -188,13 +187,13 @@ def full_disk(path: Path, disk: Path) -> None:
         return load_config(path, [*own, *overrides])
 
     def fill(run: Run, number: int) -> None:
-        """After the first checkpoint leave room for a part of the second; make room again after it has failed."""
+        """Fill the disk before the second checkpoint, so that only a part fits. Free it after the save has failed."""
         comm.barrier()
         if number == 2 and comm.rank() == 0:
             ballast.write_bytes(bytes(free(disk) - 10 * 2**20))
         if number == 3 and comm.rank() == 0:
             assert [p.name for p in (run.folder / CHECKPOINTS).iterdir()] == ["step-00000001"]
-            # The disk is full, so records wait.
+            # Fill the disk completely, so that records wait in memory too.
             with suppress(OSError), (disk / "more").open("wb", buffering=0) as more:
                 while more.write(bytes(512)):
                     pass
@@ -211,7 +210,7 @@ def full_disk(path: Path, disk: Path) -> None:
         comm.barrier()
         return sorted(path.name for path in (run.folder / CHECKPOINTS).iterdir())
 
-    # Room for two, where two are kept: the one that the new one would replace goes first.
+    # The disk has room for two checkpoints, and two are kept. So the oldest one is removed before a save.
     for way in ("false", "true"):
         run = train_with(config(f"tight-{way}", "checkpoint.keep_last=2", way=way), nothing)
         assert saved(run) == ["step-00000004", "step-00000005"]
@@ -224,7 +223,7 @@ def full_disk(path: Path, disk: Path) -> None:
     if comm.rank() == 0:
         assert [record["step"] for record in records(run.folder)] == [1, 2, 3, 4, 5]
     clear(run)
-    # For too long: all stop, and the checkpoint before is whole.
+    # If the disk stays full for too long, all ranks stop, and the previous checkpoint is intact.
     said = failure(config("stops", steps=9), fill_for_long, comm.AgreedError)
     expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "free up space")
     saved_at = checkpoint.read(find_latest(disk / "stops"))

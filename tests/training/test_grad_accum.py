@@ -44,7 +44,7 @@ def loss(embeddings: Embeddings) -> LossOutput:
 
 @pytest.mark.parametrize("num", [1, 4])
 def test_repeated_forwards_backpropagate_what_the_first_ones_drew(num: int) -> None:
-    """The gradient of a step with dropout is that of one graph over all micro-batches, with the same draws."""
+    """With dropout, a step has the same gradient as one graph of all micro-batches with the same random numbers."""
     batches = torch.randn(8, 8).chunk(num)
     torch.manual_seed(0)
     towers = Dropped()

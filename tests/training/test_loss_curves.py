@@ -1,4 +1,4 @@
-"""Fifty steps at several ranks: the curve of the loss is that of one rank."""
+"""Over fifty steps, the losses on several ranks are the same as on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helpers.towers import (
 
 
 def curve(model: str, loss: str, count: int) -> list[float]:
-    """Run fifty steps of AdamW on the same data, divided into `count` micro-batches per rank."""
+    """Take fifty steps of AdamW on the same data, with `count` micro-batches per rank. Return the losses."""
     N = comm.size()
     config = tiny_config(
         model,
@@ -68,7 +68,7 @@ def check_curves(model: str, losses: list[str]) -> None:
 
 @pytest.mark.slow
 def test_loss_curves_are_those_of_one_rank(tmp_path):
-    """As in DisCo-CLIP's Table 2, clip and disco learn the same, for any number of micro-batches."""
+    """clip and disco learn the same (DisCo-CLIP, Table 2), for any number of micro-batches."""
     check_curves(write_tiny(tmp_path), ["disco_fused"])
 
 

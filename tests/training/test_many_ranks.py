@@ -1,6 +1,6 @@
-"""As many forked ranks as fit in memory: they start, save, resume with fewer ranks, and name a lost one.
+"""Many ranks on one machine start, save, resume with fewer ranks, and name a lost rank.
 
-DISCO_DS_TEST_RANKS=64 takes 64 ranks, and 48 after the resume; the times are printed (pytest -rP).
+DISCO_DS_TEST_RANKS=64 sets the number of ranks to 64, and to 48 after the resume. `pytest -rP` prints the times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 def sized(ranks: int) -> list[str]:
-    """Return settings for this many ranks and for three quarters of them. Every slot needs a sample."""
+    """Return settings that fit this number of ranks and three quarters of it, with a sample for every slot."""
     return [
         f"global_batch={6 * ranks}",
         f"data.slots={3 * ranks}",
@@ -48,8 +48,10 @@ def sized(ranks: int) -> list[str]:
 
 
 def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, float], set[str]]:
-    """Return the seconds of building and of training, and the checkpoint files that this rank opened while
-    building.
+    """Build a run and train.
+
+    Returns:
+        The seconds of both, and the checkpoint files that this rank has opened while building.
     """
     opened: set[str] = set()
 
@@ -75,7 +77,7 @@ def report(what: str, ranks: int, results: list[Any]) -> None:
 
 
 def die(number: int, port: int, folder: Path, path: Path) -> None:
-    """One rank of a run that loses the rank in the middle in its second step."""
+    """Run one rank of a run in which the rank MIDDLE kills itself in the second step."""
     with (folder / f"{number}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -101,13 +103,13 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     sizes = sized(RANKS)
     report("start, 5 steps", 4, run_ranks(run, 4, path, None, "steps=5", "name=few", *sized(4)))
     report("start, 5 steps", RANKS, run_ranks(run, RANKS, path, None, "steps=5", *sizes))
-    # With the same number of ranks, a rank reads its own files, those that it verifies, and rank 0's loss state.
+    # With the same number of ranks, each rank reads its own files, its share of those to verify, and rank 0's file.
     results = run_ranks(run, RANKS, path, "latest", "steps=6", *sizes)
     report("resume, 1 step", RANKS, results)
     readers = Counter(Path(name).name for _, names in results for name in names)
     assert sum(readers.values()) < 7 * RANKS
     assert {name for name, count in readers.items() if count > 3} == {
-        "mp_rank_00_model_states.pt",  # by DeepSpeed
+        "mp_rank_00_model_states.pt",  # DeepSpeed reads it on every rank
         "rank_00000.pt",
     }
     # With another number of ranks, each rank verifies and gathers only its share.

@@ -1,4 +1,4 @@
-"""Muon: at every ZeRO stage, updates equal those of the formula in float64 in one process."""
+"""Muon: at every ZeRO stage, updates equal those of a float64 reference in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers.dist import run_ranks
 from helpers.towers import batches, distance, masters, tiny_config, write_tiny
 
 STEPS = (3e-2, 3e-2, 3e-2)
-"""Learning rates of three steps."""
+"""Learning rates of the three steps."""
 OPTIM: dict[str, Any] = {"name": "muon", "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-3}
 OPTIM |= {"lr": 1.0, "warmup_steps": 0, "image": {"lr_factor": 0.5}}
 CLIP_NORM = 1.0
@@ -47,7 +47,7 @@ def is_hidden(name: str, parameter: nn.Parameter) -> bool:
 
 
 def orthogonal(U: Tensor) -> Tensor:
-    """Apply the polynomial to the singular values."""
+    """Orthogonalize a matrix by applying Muon's polynomial to its singular values."""
     left, values, right = torch.linalg.svd(U, full_matrices=False)
     values = values / U.norm()
     for _ in range(5):
@@ -58,7 +58,7 @@ def orthogonal(U: Tensor) -> Tensor:
 def plain_changes(
     start: nn.Module, clip_norm: float
 ) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Return what each step adds to the hidden matrices, and the gradient norms; one process, float64 updates."""
+    """Train in one process with float64 updates. Return the changes of the hidden matrices and the gradient norms."""
     model = copy.deepcopy(start)
     model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
     hidden = {n: p for n, p in model.named_parameters() if is_hidden(n, p)}
@@ -138,8 +138,8 @@ def compare(model_file: str, names: list[str], is_smooth: bool) -> list[str]:
             got, norms = engine_changes(model_file, CASES[name], clip_norm, precision)
             errors = [distance(a, b) for a, b in zip(got, true, strict=True)]
             found.append(f"{name} {precision} clip {clip_norm}: {errors}")
-            # The rounding of the first step changes the gradients of the next ones. Where a ReLU switches, weights that
-            # differ by 1e-7 were seen to change the reference's next update by 8e-3.
+            # Rounding errors of the first step change the next gradients. If a ReLU switches, a difference of 1e-7 in
+            # the weights can change even the next update of the reference by 8e-3.
             assert errors[0] < (1e-5 if precision == "fp32" else 0.15), found
             later = 3e-5 if is_smooth else 0.1
             assert max(errors) < (later if precision == "fp32" else 0.15), found
@@ -163,7 +163,7 @@ def test_update_is_that_of_muon_at_every_stage(
 
 
 def test_rule_differs_from_those_of_sgd_and_adamw(tmp_path: Path) -> None:
-    """The tolerances above would not let the step of another optimizer pass, even scaled to the same length."""
+    """Updates of other optimizers, even if scaled to the same norm, would exceed the tolerances above."""
     torch.manual_seed(0)
     model = build_model(tiny_config(write_tiny(tmp_path), {}).model)
     surrogate(model, 0, 0).backward()

@@ -47,7 +47,19 @@ def passed_over(
     pixels: str = "device",
     **changes: Any,
 ) -> dict[str, Path]:
-    """A run that skips batches is bit-identical to a run that never had them."""
+    """Check that a run that skips batches ends bit-identical to a run without these batches. Collective.
+
+    Args:
+        path: The recipe, which is overwritten.
+        name: Start of the names of both runs.
+        deepspeed: Settings for DeepSpeed.
+        kinds: Number of a batch -> what is not finite, "loss" or "gradient".
+        pixels: image_staging of the run that skips batches.
+        changes: Other settings of both runs.
+
+    Returns:
+        The folders of the runs "spoilt" and "without".
+    """
     settings = {
         "deepspeed": deepspeed,
         "checkpoint": {"every_steps": 0},
@@ -83,7 +95,7 @@ def passed_over(
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change a recipe that both ranks read. Collective."""
+    """Write a recipe with these settings. Collective, because all ranks read it."""
     comm.barrier()
     if comm.rank() == 0:
         recipe(path.parent, **changes)
@@ -102,7 +114,7 @@ def too_many(path: Path) -> None:
 
 
 def asked(path: Path) -> None:
-    """A request to stop that arrives with a batch that is skipped is met after that batch."""
+    """Check that a request to stop that arrives during a skipped batch is met after that batch."""
     seen = []
 
     def signal_at_a_skipped_batch(run: Run, number: int) -> None:
@@ -129,7 +141,7 @@ def signal_before_any_step(run: Run, number: int) -> None:
 
 
 def features(path: Path) -> None:
-    """A rank whose features are bad is named, though every rank's loss is."""
+    """Check that the message names the rank whose features are not finite. The loss is not finite on any rank."""
     told = "step 0: the loss is not finite, because the features of rank 1 are not; nothing was updated"
     with ExitStack() as stack:
         run = build(load_config(path, ["name=features"]), None, stack)
@@ -150,7 +162,7 @@ def out_of_step() -> None:
 
 
 def run_to_agree() -> Any:
-    """What `agree` needs of a run."""
+    """Return an object with the parts of a run that `agree` needs."""
     trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     saver = SimpleNamespace(is_writing=False)
     return SimpleNamespace(anomalies=trouble, interrupts=Interrupts(), saver=saver)
@@ -195,7 +207,7 @@ def test_features_that_are_not_finite_stop_the_step_even_if_the_loss_is(side: in
 
 
 def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
-    """In a causal tower, the first token sees no other."""
+    """In a causal tower, the first token does not see the others, so all texts would have the same features."""
     tree = json.loads(Path(write_tiny(tmp_path, BPE_SIZE)).read_text())
     tree["text_cfg"]["pool_type"] = "first"
     path = tmp_path / "first.json"
@@ -206,7 +218,7 @@ def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
 
 
 def overflow_at_the_bottom(path: Path) -> None:
-    """If a loss scale cannot decrease further, a non-finite gradient is an error, and the scale does not change."""
+    """Check that a non-finite gradient counts as an error if the loss scale cannot decrease, and keeps the scale."""
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
     passed_over(
         path,
@@ -258,7 +270,7 @@ def non_finite_everywhere(path: Path) -> None:
     ],
 )
 def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails: bool) -> None:
-    """The process begins after step 90. Its other steps were updates."""
+    """The process begins after step 90. Its steps that are not in `scales` were updates."""
     schedule = Schedule(8, last_step=100, num_steps=200, num_samples=1600, warmup_batch=8)
     expected = pytest.raises(FloatingPointError, match=f"the last {len(scales)} steps in a row")
     with expected if fails else nullcontext():
@@ -280,7 +292,7 @@ def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
 
 
 def batch_norm(path: Path, levels: tuple[int, ...]) -> None:
-    """Skipped batches leave the statistics alone, second forwards do not count, and a resumed run has the same."""
+    """Check that neither skipped batches nor repeated forwards change batch statistics, at these ZeRO levels."""
     tiny = json.loads((path.parent / "tiny.json").read_text())
     resnet = path.parent / "resnet.json"
     changes = {

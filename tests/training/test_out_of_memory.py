@@ -1,4 +1,4 @@
-"""Real runs whose accelerator is out of memory: the message and exit code of each rank."""
+"""Runs that are out of GPU memory: the message and the exit code of each rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELPS = "to save memory in"
 def enter(
     number: int, port: int, folder: Path, path: Path, phase: str, faulty: tuple[int, ...]
 ) -> None:
-    """One rank of a run whose model has no room in this phase of the second step, or of the evaluation."""
+    """Run one rank. The ranks in `faulty` run out of memory in this phase of the second step, or in the evaluation."""
     become_rank(number, port, folder / f"{phase}-{number}.log")
     calls = 0
 
@@ -87,7 +87,7 @@ def running(folder: Path, phase: str, faulty: tuple[int, ...]) -> Iterator[list[
 
 
 def run_out(folder: Path, phase: str, faulty: tuple[int, ...]) -> list[str]:
-    """Return the output of every rank of such a run."""
+    """Run two ranks, of which those in `faulty` run out of memory in this phase. Return the output of each rank."""
     with running(folder, phase, faulty) as ranks:
         for process in ranks:
             process.join(120)
@@ -190,7 +190,10 @@ def test_other_errors_pass():
 
 
 def first_of_host_in_each_attempt() -> list[bool]:
-    """The store of torchrun's agent keeps its keys when the ranks are started again."""
+    """Return whether this rank is the first of its host in each of two attempts.
+
+    The attempts share a store, because the store of torchrun's agent keeps its keys when ranks are restarted.
+    """
     found = []
     for attempt in ("0", "1"):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt

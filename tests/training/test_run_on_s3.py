@@ -1,4 +1,4 @@
-"""A whole run on shards in a bucket, with rclone as the server: killed, and resumed on another number of ranks."""
+"""A run on shards in a bucket, served by rclone, that is killed and resumed on another number of ranks."""
 
 from __future__ import annotations
 

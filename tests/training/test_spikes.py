@@ -1,4 +1,4 @@
-"""Unhealthy runs: every anomaly is reported, spikes are skipped before the update, and healthy runs cause no
+"""Anomalies in runs: every anomaly is reported, spikes are skipped before the update, and healthy runs cause no
 warning.
 """
 
@@ -21,19 +21,21 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
-from helpers.faults import leave_out, start
+from helpers.faults import leave_out, nothing, start
 from helpers.launched import CASES, FP32, SAME, equal_checkpoints, records
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
 
 LOSS, NORM = MIN_HISTORY + 2, MIN_HISTORY + 3
-"""Batches of the runs with spikes."""
+"""Numbers of the batches with a spike of the loss, and of only the gradient."""
 STEPS = MIN_HISTORY + 3
 
 
 def with_spikes(run: Run, number: int) -> None:
-    """A loss, or a gradient alone, that is many times what it was: a loss that is 10 times too high on every rank, and
-    a gradient on one rank, which does not overflow fp16."""
+    """Cause spikes, as a hook: multiply the loss by 10 on all ranks, and later the gradient by 1,000 on rank 1.
+
+    1,000 is small enough that the gradient does not overflow in fp16.
+    """
     factors = {LOSS: (10.0, 1.0), NORM: (1.0, 1000.0 if comm.rank() == 1 else 1.0)}
     loss, gradient = factors.get(number, (1.0, 1.0))
 
@@ -45,14 +47,10 @@ def with_spikes(run: Run, number: int) -> None:
     hook = run.loss.register_forward_hook(spoil)
 
 
-def healthy(run: Run, number: int) -> None:
-    pass
-
-
 def run_once(
-    path: Path, name: str, *overrides: str, at: Any = healthy, resume: str | None = None
+    path: Path, name: str, *overrides: str, at: Any = nothing, resume: str | None = None
 ) -> Path:
-    """Run the tiny model. By default, the whole run is warmup. Collective."""
+    """Train the tiny model, by default with warmup in all steps. Return the run folder. Collective."""
     own = [
         f"steps={STEPS}",
         f"checkpoint.every_steps={MIN_HISTORY}",
@@ -75,7 +73,7 @@ def run_once(
 
 
 def skipped(path: Path, case: str, deepspeed: dict[str, Any]) -> None:
-    """A run that skips spikes is bit-identical to a run without their batches, also if it is resumed."""
+    """Check that a run that skips spikes ends bit-identical to a run without these batches."""
     comm.barrier()
     if comm.rank() == 0:
         recipe(path.parent, deepspeed=deepspeed)
@@ -99,7 +97,7 @@ POINT = ("step", "samples")
 
 
 def resumed(path: Path, case: str) -> None:
-    """The checkpoint before the spikes contains the history with which they are detected."""
+    """Check that a run resumed just before the spikes detects them too, because checkpoints contain the history."""
     folder = path.parent / "runs" / f"{case}-spoilt"
     last = folder / CHECKPOINTS / f"step-{STEPS:08d}"
     if comm.rank() == 0:
@@ -123,7 +121,7 @@ def resumed(path: Path, case: str) -> None:
 
 
 def warned(path: Path) -> None:
-    """With on_spike=warn, the batch is trained on."""
+    """Check that spikes are reported but not skipped with on_spike=warn, the default."""
     folder = run_once(path, "warned", at=with_spikes)
     if comm.rank() == 0:
         found = {
@@ -138,7 +136,7 @@ def warned(path: Path) -> None:
 
 
 def same_sample() -> None:
-    """The features that are measured are the first rows of the global batch, for any number of ranks."""
+    """Check that the first rows of the global batch are measured, at any number of ranks."""
     rows = torch.nn.functional.normalize(
         torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), dim=1
     )
@@ -194,10 +192,10 @@ def signs(folder: Path) -> dict[str, int]:
 
 def scale_at_its_bound(path: Path) -> None:
     held = run_once(path, "bound", "steps=3", "optim.warmup_steps=3", "model.max_scale=14.2")
-    assert signs(held) == {"scale_at_bound": 1}, "the scale begins at 14.3"
+    assert signs(held) == {"scale_at_bound": 1}, "the scale begins at 14.3, above the bound"
 
 
-def quickstart(folder: Path, seed: int, *overrides: str, at: Any = healthy) -> dict[str, int]:
+def quickstart(folder: Path, seed: int, *overrides: str, at: Any = nothing) -> dict[str, int]:
     own = [
         f"runs={folder}",
         f"name=seed-{seed}",
@@ -213,7 +211,7 @@ def quickstart(folder: Path, seed: int, *overrides: str, at: Any = healthy) -> d
 
 
 def draws_together(module: Any, arguments: tuple[Embeddings], out: LossOutput) -> LossOutput:
-    """A loss without negatives instead of a contrastive loss, so that the features collapse."""
+    """Replace the contrastive loss by one without negatives, so that the features collapse."""
     image, text = arguments[0].image, arguments[0].text
     return LossOutput(-(image.mean(0) * text.mean(0)).sum(), out.metrics)
 
@@ -226,7 +224,7 @@ def collapse_after_a_healthy_start(folder: Path, path: Path) -> None:
     scale_at_its_bound(path)
     found = quickstart(folder, 0, "samples=null", "steps=90", "log.every_steps=2", at=at)
     assert {"image_collapse", "text_collapse"} <= found.keys(), found
-    assert min(found.values()) > 60, f"the quickstart's start is silent: {found}"
+    assert min(found.values()) > 60, f"the healthy start must cause no warning: {found}"
 
 
 @pytest.mark.slow
@@ -235,7 +233,7 @@ def test_quickstart_is_silent_until_its_features_collapse(tmp_path: Path) -> Non
 
 
 def rate_too_high(folder: Path) -> None:
-    """From step 71 on the learning rate is 100 times too high."""
+    """Train with a learning rate that is 100 times too high from step 71 on. Check which anomalies are reported."""
 
     learning_rate = Run.learning_rate
 

@@ -52,12 +52,12 @@ def write(folder: Path, stages: Sequence[dict[str, Any]] = STAGES, **changes: An
 
 
 def run_all(jobs: list[tuple[Path, list[str], str | None, tuple[str, ...]]]) -> None:
-    """One rank of some runs, one after the other; each is (recipe, overrides, resume, allow_change)."""
+    """Run several trainings in turn. Runs on every rank. A job is (recipe, overrides, resume, allow_change)."""
     for path, overrides, resume, allow_change in jobs:
         run_training(load_config(path, overrides), resume, allow_change)
         gc.collect()
         left = [each for each in gc.get_objects() if type(each) is DeepSpeedEngine]
-        assert not left, "an engine would keep its memory"
+        assert not left, "the engine still exists, so it would keep its memory"
 
 
 def weights(run: Path, step: int) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def assert_close(mine: dict[str, Tensor], other: dict[str, Tensor], most: float 
 
 
 def train_plainly(config: Config) -> dict[str, Tensor]:
-    """The weights after all stages: one process, one graph a step, torch's AdamW, formulas written out."""
+    """Train all stages in one process, with one graph per step and torch's AdamW. Return the weights."""
     sources = load_sources(config.data)
     model: Any = None
     moments: Any = None
@@ -128,7 +128,7 @@ def build_model_with_seed(config: Config, settings: Any) -> Any:
 
 
 def take_over(before: Any, moments: Any, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Copy weights and moments; those of the position embedding are resized to the new grid."""
+    """Copy weights and moments to the next stage's model. Resize those of the position embedding to the new grid."""
     grid = model.visual.grid_size
 
     def resize(x: Tensor, like: Tensor, mode: str) -> Tensor:
@@ -173,7 +173,7 @@ def test_stages_train_like_one_process_in_plain_torch(
     assert_close(weights(run, 10), true)
     found = records(run)
     assert [r["samples"] for r in found] == [16, 32, 48, 64, 96, 128, 160, 192, 240, 288]
-    assert "instead of" not in (run / LOG).read_text(), "nobody changed a setting"
+    assert "instead of" not in (run / LOG).read_text(), "no changed setting may be reported"
     assert json.loads((run / "finished.json").read_text()) == {"steps": 10, "samples": 288}
 
 
@@ -192,7 +192,7 @@ DROPOUT = [
 def test_run_resumed_near_a_border_is_the_uninterrupted_one(
     steps: tuple[int, ...], stage: int, tmp_path: Path
 ) -> None:
-    """Every step's checkpoint is what a killed run would leave. Dropout draws random numbers."""
+    """Resume from checkpoints of the finished run, as after a kill. Patch dropout draws random numbers."""
     deepspeed = {"base": f"zero{stage}", "torch_autocast": {"enabled": False}}
     path = write(tmp_path / "run", DROPOUT, deepspeed=deepspeed)
     run = path.parent / "runs" / "tiny"
@@ -219,7 +219,7 @@ def test_run_resumed_near_a_border_is_the_uninterrupted_one(
 def test_run_killed_near_a_border_resumes_as_if_uninterrupted(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL ends both ranks after the last step of a stage, between two stages, and after the first step."""
+    """Both ranks are killed after the last step of a stage, between two stages, or after the first step of a stage."""
     path = write(
         tmp_path / "run",
         DROPOUT,
@@ -247,7 +247,7 @@ def test_run_killed_near_a_border_resumes_as_if_uninterrupted(
 def test_run_resumed_at_another_number_of_ranks_near_a_border_agrees(
     loss: str, tmp_path: Path
 ) -> None:
-    """FastCLIP's state per sample and its schedules of gamma and of the temperature follow, by samples."""
+    """FastCLIP's state per sample and its schedules, which depend on the number of samples, must continue too."""
     path = write(tmp_path / "run", loss={"name": loss})
     run = path.parent / "runs" / "tiny"
     run_ranks(run_all, 1, [(path, [], None, ())], joined=False)
@@ -314,7 +314,7 @@ def find_refusals(path: Path) -> list[str]:
 
 def train_over_a_border(folder: Path) -> None:
     stages = [{"until": 32}, {"until": 128, "global_batch": 32}]
-    # The upload of the first stage's checkpoint ends after the second stage.
+    # The upload of the first stage's checkpoint waits for the checkpoint of the second stage.
     last = folder / "make_sgd" / "runs" / "tiny" / "checkpoints" / "step-00000005"
     script = f'until [ -e {last} ]; do sleep 0.05; done; echo "$1" >> {folder}/uploaded'
     checkpoint = {"every_steps": 0, "copy_command": f"sh -c '{script}' {{path}} {{name}}"}

@@ -1,4 +1,4 @@
-"""A step applies the single-process full-batch gradient at any number of ranks, micro-batches, stage and precision."""
+"""A step applies the full-batch gradient of one process, at any number of ranks, micro-batches, stage and precision."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ def one_case(
     text_dropout: float = 0.0,
     **changes: Any,
 ) -> dict[str, float]:
-    """Compare an SGD step of the engine with a single process. Return the errors of gradient, change, norm and
-    loss.
+    """Compare an SGD step of the engine with one process.
+
+    Returns:
+        The errors of the gradient, the change of the weights, the gradient norm and the loss; and, as "one_process",
+        the error of one process at the same precision.
     """
     N = comm.size()
-    lr = 1000.0  # so large that the rounding of the weights does not matter
+    lr = 1000.0  # large enough that the rounding of the weights does not matter
     shape = {
         "global_batch": PER_RANK // count * count * N,
         "micro_batch": PER_RANK // count,
@@ -84,13 +87,15 @@ def one_case(
     engine.train()
     set_lr(engine, lr)
     read: list[dict[str, torch.Tensor]] = []
-    if not precision.startswith("fp16"):  # at this precision, the gradient is scaled
+    if not precision.startswith("fp16"):  # in fp16, the gradient contains the loss scale
         on_boundary_backward(engine, read.append)
     before = masters(engine)
     out = train_step(
         engine, build_loss(loss, **config.loss.options), mine, recording, max_scale=1e9
     )
-    assert "clip_fp32_gradients" not in vars(engine), "a norm holds for one step"
+    assert "clip_fp32_gradients" not in vars(engine), (
+        "the norm that clipping uses must be forgotten after the step"
+    )
     after = masters(engine)
     engine.destroy()
 
@@ -102,7 +107,7 @@ def one_case(
         one_process = distance(reference(config, everything, all_states, cast=kind)[0], true)
     true_norm = norm(true)
     factor = min(1.0, config.optim.clip_norm / true_norm) if clip else 1.0
-    assert not clip or factor < 1, f"the test's clip norm must bite, true norm {true_norm}"
+    assert not clip or factor < 1, f"clipping would have no effect: the true norm is {true_norm}"
     change = {name: (before[name] - after[name]) / lr for name in before}
     assert out.grad_norm is not None
     errors = {
@@ -117,12 +122,12 @@ def one_case(
 
 
 def allowed(precision: str, one_process: float) -> float:
-    """1e-6 in fp32; twice the one-process error at a 16-bit precision."""
+    """Return the allowed error: 1e-6 in fp32, and twice the error of one process at 16-bit precisions."""
     return 1e-6 if precision in EXACT else 2 * one_process
 
 
 Group = tuple[list[tuple[Any, ...]], dict[str, Any]]
-"""Cases (precision, stage, micro-batches, clip, loss) and the settings they share."""
+"""Cases (precision, stage, micro-batches, clip, loss), and the settings that they share."""
 
 
 def run_cases(model: str, groups: list[Group]) -> list[str]:
@@ -219,18 +224,18 @@ def compare_updates(model: str, limit: float, *how: Any) -> None:
         assert error <= limit, f"ZeRO {stage}, {count} micro-batches: {error}"
 
 
-# The reductions of a CPU do not run on another stream, so these tests show that the buckets contain the right gradients
-# when backward fills them, and not that a stream waits for another one.
+# On a CPU, reductions do not run on a separate stream. So these tests show that buckets are filled with the right
+# gradients during backward, but not that the streams of a GPU wait for each other.
 
 
 def test_overlapped_reductions_change_no_update(tmp_path):
-    """The same bits, because two ranks sum in the same order in every bucket."""
+    """The bits must be equal, because the sum of two ranks does not depend on the order."""
     run_ranks(compare_updates, 2, write_tiny(tmp_path), 0.0, "adamw", 1e-2, 2)
 
 
 @pytest.mark.slow
 def test_overlapped_reductions_change_no_update_on_four_ranks(tmp_path):
-    """At this learning rate, the weights are the gradient, so the limit is that of a gradient in fp32."""
+    """The learning rate is so large that the weights show the gradient, so its rounding in fp32 is the limit."""
     run_ranks(compare_updates, 4, write_tiny(tmp_path), 1e-6, "sgd", 1e6, 1)
 
 
@@ -242,7 +247,7 @@ def test_step_with_overlapped_reductions_equals_single_process(size, tmp_path):
 
 
 def test_step_with_groups_of_pairs(tmp_path):
-    """Each stage; the groups span micro-batches and ranks."""
+    """Check every stage, with groups of samples that span micro-batches and ranks."""
     choices = [("disco_fused", "ignored"), ("inf_cl", "positives"), ("siglip", "ignored")]
     choices.append(("siglip", "positives"))
     groups: list[Group] = [
@@ -270,7 +275,7 @@ def test_step_with_other_settings(tmp_path):
     ]
     groups: list[Group] = [
         (checkpointed, {"model__activation_checkpointing": True}),
-        # Partly trained towers are trained ones, of which a part has no gradient.
+        # In partly trained towers, some parameters have no gradient.
         (locked, {"model__lock_image": True, **partly}),
         (locked[:1], {"model__lock_text": True, "model__unlocked_layers": 1}),
         (views, {"model__two_views": True, "data__augment__zoom": 0.1}),
@@ -320,12 +325,11 @@ def test_step_of_every_loss(loss, tmp_path):
 
 
 def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
-    """Take steps that only raise the scale, from just below its bound."""
+    """Take steps that only raise the scale, from just below and from above its bound. Return the failures."""
     failures = []
     for precision, stage in cases:
-        name = ("adamw", "sgd")[
-            (stage + len(precision)) % 2
-        ]  # alternate, so that each stage has both
+        # Alternate, so that each stage is tested with both optimizers.
+        name = ("adamw", "sgd")[(stage + len(precision)) % 2]
         config = tiny_config(
             model,
             ds_config(precision, stage),
@@ -359,7 +363,7 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
 
 
 def upward(embeddings: Embeddings) -> LossOutput:
-    """A loss that depends only on the scale and falls as it rises."""
+    """A loss that depends only on the scale, and decreases when the scale rises."""
     return LossOutput(
         -embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum())
     )
@@ -383,9 +387,7 @@ def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
 
 
 def states_used(model: str) -> list[bytes]:
-    """Return the generator's states before the first forward of each of three micro-batches, in two steps with
-    dropout.
-    """
+    """Take two steps of three micro-batches with dropout. Return the generator's states before each first forward."""
     config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
     engine = build(config, text_dropout=0.3)
     engine.train()
@@ -399,19 +401,19 @@ def states_used(model: str) -> list[bytes]:
     for _ in range(2):
         seen.clear()
         train_step(engine, build_loss("disco"), batches(3, 4), recording, max_scale=100.0)
-        used += seen[:3]  # the rest are replays
+        used += seen[:3]  # the others are repeated forwards
     engine.destroy()
     return used
 
 
 def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
-    """After a step, the generator is in the state after the first forwards, not after a replay."""
+    """After a step, the generator must be in its state after the first forwards, not after a repeated one."""
     (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
     assert len(set(used)) == len(used) == 6
 
 
 def poisoned(model: str) -> None:
-    """A NaN in one rank's features must stop every rank before its weights change."""
+    """Check that a NaN in the features of one rank stops all ranks before their weights change."""
     for stage in range(4):
         config = tiny_config(
             model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4
@@ -436,9 +438,7 @@ def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
 
 
 def overflowing(model: str) -> None:
-    """With a far too large loss scale, steps are skipped without changing weights until it fits. Then a step is
-    correct.
-    """
+    """Check that steps whose loss scale is too large change no weights, and that the first one that fits is right."""
     for stage in (1, 2, 3):
         scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         zero = {"zero_optimization": {"stage": stage}}

@@ -1,4 +1,4 @@
-"""Runs with a teacher: the same at any number of ranks and micro-batches, resumed to the bit, refused if it changes."""
+"""Runs with a teacher: equal at any number of ranks and micro-batches, resumed bit by bit, refused if it changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from helpers.towers import BPE_SIZE, TINY, distance, masters
 
 
 def write_teacher(folder: Path, context: int = 12, seed: int = 0) -> dict[str, Any]:
-    """A model with another width and image size than the student's, and its weights."""
+    """Write a teacher whose width and image size differ from the student's. Return its settings in a recipe."""
     path, weights = folder / f"teacher-{context}.json", folder / f"teacher-{context}-{seed}.pt"
     tree = TINY | {
         "embed_dim": 24,
@@ -92,7 +92,7 @@ def test_run_resumes_to_the_bit_and_refuses_another_teacher(tmp_path: Path) -> N
 
 
 def first_update(path: Path, name: str, overrides: list[str]) -> dict[str, torch.Tensor]:
-    """What one step changes."""
+    """Take one step, and return the change of each master weight. Collective."""
     with ExitStack() as stack:
         run = start(path, [f"name={name}", "steps=1", *overrides], stack)
         before = masters(run.engine)
@@ -112,7 +112,7 @@ SGD = [
 def test_update_is_that_of_one_process_that_computes_the_formula(
     tmp_path: Path, context: int
 ) -> None:
-    """A teacher with another context length has its own tokens."""
+    """A context length of 7 differs from the student's, so the teacher needs separate tokens."""
     path = recipe(tmp_path, teacher=write_teacher(tmp_path, context))
     run_ranks(formula, 1, path, tmp_path / "formula.pt")
     for error in run_ranks(accumulated, 2, path, tmp_path / "formula.pt"):
@@ -125,7 +125,7 @@ def accumulated(path: Path, formula: Path) -> float:
 
 
 def formula(path: Path, to: Path) -> None:
-    """The update, with the loss written out in float64 on the features of the whole batch."""
+    """Compute the expected update by the formula of the loss, in float64, on the whole batch. Save it."""
     with ExitStack() as stack:
         run = start(path, ["name=formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
@@ -161,7 +161,10 @@ def formula(path: Path, to: Path) -> None:
 
 
 def write_stored(folder: Path) -> dict[str, Any]:
-    """Shards with the embeddings of two teachers, three augmentations and two captions, and their recipe."""
+    """Write shards with stored embeddings of two teachers. Return the settings of a recipe that uses them.
+
+    Each sample has embeddings of three augmentations and of two captions.
+    """
     generator = np.random.default_rng(0)
 
     def array(rows: int) -> bytes:
@@ -192,7 +195,7 @@ def write_stored(folder: Path) -> dict[str, Any]:
 
 
 def stored_formula(path: Path, to: Path) -> None:
-    """The update, with the loss written out in float64 on the stored arrays."""
+    """Compute the expected update by the formula of the loss, in float64, on the stored embeddings. Save it."""
     with ExitStack() as stack:
         run = start(path, ["name=stored-formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
@@ -251,7 +254,7 @@ def test_run_with_stored_embeddings_resumes_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow  # fast representatives: the two tests of runs that resume to the bit
 @pytest.mark.parametrize("kind", ["stored", "model"])
 def test_killed_run_with_a_teacher_resumes_to_the_bit(tmp_path: Path, kind: str) -> None:
-    """Dropout, two micro-batches on each of two ranks, and a checkpoint in the middle of an epoch."""
+    """The run has dropout, two micro-batches on each of two ranks, and a checkpoint in the middle of an epoch."""
     folder = tmp_path / "run"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     changes = {"teacher": write_teacher(tmp_path)}

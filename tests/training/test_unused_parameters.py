@@ -1,4 +1,4 @@
-"""Towers that leave parameters out in some micro-batches (LayerDrop): the gradient is that of one process."""
+"""Towers that do not use all parameters in every micro-batch (LayerDrop) have the gradient of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNT, STEPS = 4, 3
 
 
 class LayerDrop(nn.Module):
-    """Skips a block in half of its forwards."""
+    """A block that is skipped at random in half of the forward passes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def build(config: Any) -> nn.Module:
 
 
 def true_norm(config: Any, chunks: list[Batch], states: list[Tensor]) -> float:
-    """Norm of the full batch's gradient, by one graph in one process."""
+    """Return the norm of the full batch's gradient, computed with one graph in one process."""
     model = build(config)
     features = []
     for chunk, state in zip(chunks, states, strict=True):

@@ -38,7 +38,7 @@ from helpers.machine import needs_fp16
 def kill_at_step(
     step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path
 ) -> float:
-    """Start a run, wait for a step, SIGKILL one process. Return the seconds until no process of the run is left."""
+    """Start a run, wait for a step, and kill one process. Return the seconds until no process of the run is left."""
 
     def is_there() -> bool:
         # A checkpoint is written in the background, so it may appear later than the steps.
@@ -60,7 +60,7 @@ def kill_at_step(
 
 
 def test_killed_run_resumes_as_the_uninterrupted_one(tmp_path):
-    """As the slow test below, but without launchers, and killed once."""
+    """Like the slow test below, but without launchers and with only one kill."""
     folder = tmp_path / "a folder"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     arguments += ["steps=12", "data.workers=0", "lost_after_s=5", "optim.name=muon"]
@@ -86,9 +86,9 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
         arguments.append("optim.name=muon")
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
-    # Ranks learn of the launcher's or another rank's death, so that no rank continues to train.
+    # If a rank or the launcher is killed, the other ranks must notice it and stop.
     assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
-    # Not at step 7, because the run might end before it can be killed.
+    # Do not wait for step 7, because the run might end before it can be killed.
     assert (
         kill_at_step(
             6, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run
@@ -137,10 +137,9 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeypatch):
-    """torchrun's restarts, Kubernetes and requeued Slurm jobs use it."""
-    monkeypatch.setenv(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # otherwise a restart reads the keys of the previous attempt
+    """torchrun's restarts, Kubernetes and requeued Slurm jobs repeat the same command."""
+    # With a shared store, a restart would read the keys of the previous attempt.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = tmp_path / "run"
     arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60"]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
@@ -170,7 +169,7 @@ def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interrupt_from_the_terminal_saves_and_is_one_line(tmp_path):
-    """It reaches torchrun and the ranks, and torchrun sends it to them again."""
+    """Ctrl-C reaches torchrun and the ranks, and torchrun then sends it to the ranks again."""
     folder = tmp_path / "run"
     arguments = [
         *write_recipe(folder, CASES["zero1-fp32"]),
@@ -224,7 +223,7 @@ def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
 
 
 def test_sessions_are_found():
-    """The helper that finds remaining processes must find running ones."""
+    """If the helper `members` found no processes, the tests above would prove nothing."""
     with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
         assert [member.pid for member in members(process.pid)] == [process.pid]
         os.killpg(process.pid, signal.SIGKILL)

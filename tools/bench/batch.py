@@ -63,7 +63,8 @@ def take_step(ranks: int, name: str, args: argparse.Namespace, folder: Path) -> 
         for surrogate in surrogates(run.towers, run.loader.second_pass(), features, leaves):
             run.engine.backward(surrogate, scale_wrt_gas=False)
             for parameter, value in run.engine.module.named_parameters():
-                if value.grad is not None:  # the last ones are averaged over ranks
+                # Keep the gradient of the last backward pass, which is averaged over ranks.
+                if value.grad is not None:
                     gradient[parameter] = value.grad.double()
             run.engine.step()
         seconds = time.perf_counter() - start

@@ -153,9 +153,8 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
     shape = SHAPES[key]
     entry, batch = entries(shape)[label], shape.tiny if rehearse else shape.batch
     ranks = min(shape.ranks, 4) if rehearse else shape.ranks
-    warnings.simplefilter(
-        "ignore", FutureWarning
-    )  # open_clip calls deprecated collectives of torch
+    # open_clip calls deprecated collectives of torch.
+    warnings.simplefilter("ignore", FutureWarning)
     if comm.size() != ranks:
         bench_loss.pretend(ranks)
     with slices.case(record):

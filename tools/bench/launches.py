@@ -3,12 +3,12 @@
     python -m tools.bench.launches                        the table in docs/launches.md; about a minute on a CPU
     python -m tools.bench.launches --width 256 --time 20
 
-The model has the layers and parameters of ViT-B/32 (302 tensors), but is narrow. A step is what the trainer runs when
-it logs: forward, loss, backward, update, metrics and EMA.
+The model has the layers and parameter tensors (302) of ViT-B/32, but is narrow. The step is a logged step of the
+trainer: forward, loss, backward, update, metrics and EMA.
 
 An operation is a call that reaches torch's kernels for a device, after autograd. Views, allocations and values that the
-host reads do not count. On a GPU, an operation is at least one kernel launch. One torch._foreach operation counts once:
-on a GPU, it is a few launches for all its tensors, on a CPU one call per tensor. Phases:
+host reads do not count. On a GPU, an operation is at least one kernel launch. A torch._foreach operation counts once:
+on a GPU, it takes a few launches for all its tensors, and on a CPU one call per tensor. The phases:
   forward    the towers; with several micro-batches, without a graph except for the last one
   loss       forward and backward of the loss
   backward   the backward passes, the forwards that GradAccum repeats, and at ZeRO 2 the reduction
@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
         self.phase = "metrics"
         self.counts: Counter[str] = Counter()
         self.names: Counter[str] = Counter()
-        """The operations of the phase "end"."""
+        """Name of an operation -> how often it occurs in the phase "end"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__

@@ -273,9 +273,8 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure all methods. Return each method's results, each of which is the largest of all ranks. Collective."""
-    warnings.simplefilter(
-        "ignore", FutureWarning
-    )  # open_clip calls deprecated collectives of torch
+    # open_clip calls deprecated collectives of torch.
+    warnings.simplefilter("ignore", FutureWarning)
     on_gpu = torch.cuda.is_available()
     precisions = args.precisions or (["fp32", "tf32", "bf16"] if on_gpu else [])
     methods = our_methods(precisions, max(args.batch, ERROR_BATCH))

@@ -179,9 +179,8 @@ class Child:
     def __init__(self, of: Slice, args: argparse.Namespace):
         self.slice, self.log_path = of, args.out.with_suffix(".log")
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        program = sys.orig_argv[
-            1 : len(sys.orig_argv) - len(sys.argv) + 1
-        ]  # a path, or -m and a module
+        # How Python was told to run this program: a path, or -m and a module.
+        program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
         command = [sys.executable, *program, "--slice", of.name, "--out", str(args.out)]
         command += ["--rehearse"] if args.rehearse else []
         self.process = subprocess.Popen(

@@ -5,13 +5,13 @@
 
 At each precision, the results of Triton and of torch are compared with float64 results. The error of a result is its
 largest difference from float64, divided by the largest float64 value. A check fails if Triton's error exceeds twice
-torch's error by more than rounding explains (tile_checks.py). For losses, the error of a gradient is measured by the
-norms of its rows, and there are additional limits (loss_checks.py).
+torch's error by more than rounding explains (tiles.py). For losses, the error of a gradient is measured by the norms
+of its rows, and there are additional limits (losses.py).
 
-The work is divided into slices (slices.py), each of which runs in a separate process. P is a precision, and C is a
-configuration of a kernel, which consists of block sizes, numbers of warps and stages, and flags:
+The work is divided into slices (tools/bench/slices.py), each of which runs in a separate process. P is a precision, and
+C is a configuration of a kernel, which consists of block sizes, numbers of warps and stages, and flags:
   default P    checks tiles, and blocks of tiles, with the configuration that is used without autotuning
-  losses P     checks complete losses, called as in training (loss_checks.py)
+  losses P     checks complete losses, called as in training (losses.py)
   float64      compares the float64 results of this GPU with those of a CPU
   far          checks rows, columns and tiles that lie more than 2^31 elements after the start of their tensor
   forced P C   checks tiles with a configuration that the autotuner may choose. In fp16 and bf16, it also checks that

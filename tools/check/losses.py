@@ -1,6 +1,6 @@
 """Compare the registered losses and their gradients with float64 results.
 
-Each loss is called as a trainer calls it. check_kernels.py runs these checks.
+Each loss is called as a trainer calls it. kernels.py runs these checks.
 """
 
 # B batch, D width, s logit scale

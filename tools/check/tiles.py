@@ -1,7 +1,7 @@
 """Compare results of the Triton kernels, and of torch at the same precision, with float64 results.
 
-The checks cover single tiles, and blocks that are computed in several tiles. check_kernels.py runs them on a GPU. The
-tests run them on a CPU under Triton's interpreter.
+The checks cover single tiles, and blocks that are computed in several tiles. kernels.py runs them on a GPU. The tests
+run them on a CPU under Triton's interpreter.
 """
 
 # n rows, m columns, D width of a tile

@@ -1,1 +1,1 @@
-"""What `make` and the maintainers generate or build."""
+"""Tools with which `make` and the maintainers generate files and build packages."""

@@ -42,7 +42,8 @@ def main() -> int:
         environment.setdefault("DS_ACCELERATOR", "cpu")
     arguments = trainer_arguments(ranks, sys.argv[1:])
     launch = front_end(arguments, gpus, ranks)
-    command = [*launch[3:-1], *arguments]  # as a person would type it
+    # Print the command as a person would type it.
+    command = [*launch[3:-1], *arguments]
     print(f"deepspeed {shlex.join(command)}\n(full output: {LOG})", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("w", encoding="utf-8") as log:

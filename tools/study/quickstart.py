@@ -2,8 +2,8 @@
 
 First, this tool trains the parents of the study: five runs of each loss, which differ in their seeds. They have a batch
 of 128 and a constant learning rate. Then `disco-ds study` branches from the parents' checkpoints after 4,096, 16,384
-and 65,536 samples. Up to `--jobs` processes run at a time, each with one thread. A second call does not repeat what has
-finished. The tool prints the tables of the studies.
+and 65,536 samples. Up to `--jobs` processes run at a time, each with one thread. Runs that have finished are not
+repeated by a second call. The tool prints the tables of the studies.
 
     python -m tools.study.quickstart [--out DIR] [--jobs N]
 """

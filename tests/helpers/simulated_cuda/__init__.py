@@ -1,7 +1,9 @@
-"""The training path on a GPU that is simulated: a process whose torch finds one, which has no memory.
+"""Run the package on a simulated GPU, to find tensors on the wrong device and points at which the host waits.
 
-cuda_stub.c answers for CUDA's runtime and driver; host.py does so for what torch would compute, and notes for what the
-host waits; cases.py has what is run. Devices, dtypes and shapes are those of the real code, and nothing is computed.
+The GPU has no memory and computes nothing. Tensors have only a device, a dtype and a shape. The parts:
+  cuda_stub.c   replaces CUDA's runtime and driver
+  host.py       replaces the parts of torch that need values of tensors, and records what the host waits for
+  cases.py      the code that is run
 """
 
 from __future__ import annotations
@@ -25,38 +27,43 @@ from helpers.paths import TESTS
 HERE = Path(__file__).parent
 HEADER = "cuda_runtime_api.h"
 CUDA = 13
-"""Version whose functions cuda_stub.c has."""
+"""Major version of CUDA whose functions cuda_stub.c defines."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case."""
+    """The result of one case."""
 
     error: str | None
-    """The traceback, None for a case that has passed."""
+    """The traceback; None if the case passed."""
     waits: Counter[tuple[str, str]]
-    """(what the host waits for, where) -> how often, in the part of the case that is counted."""
+    """(what the host waited for, file and function) -> how often, in the part of the case that counts waits."""
 
 
 def find_problem() -> str | None:
-    """Why no GPU can be simulated here, or None."""
+    """Return why no GPU can be simulated on this machine; None if it can."""
     if not sys.platform.startswith("linux"):
-        return "the stub is preloaded as on Linux"
+        return "LD_PRELOAD needs Linux"
     if shutil.which("gcc") is None:
         return "gcc is not installed"
     if (torch.version.cuda or "").split(".")[0] != str(CUDA):
-        return f"the stub is of CUDA {CUDA}'s runtime, torch is built for {torch.version.cuda or 'the CPU alone'}"
+        return (
+            f"the stub is for CUDA {CUDA}, torch is built for {torch.version.cuda or 'CPUs only'}"
+        )
     headers = find_headers()
     if not any((folder / "crt").is_dir() for folder in headers):
-        return "Triton, which comes with torch, has brought no CUDA headers"
+        return "Triton's package contains no CUDA headers"
     version = re.search(r"define CUDART_VERSION +(\d+)", (headers[0] / HEADER).read_text())
     if version is None or int(version[1]) // 1000 != CUDA:
-        return f"the CUDA headers that torch and Triton have brought are not of CUDA {CUDA}"
+        return f"the CUDA headers in the packages of torch and Triton are not those of CUDA {CUDA}"
     return None
 
 
 def find_headers() -> list[Path]:
-    """Folders of CUDA's headers: torch's, and Triton's, which may be of CUDA 12 but has what torch's include."""
+    """Return the folders of CUDA headers that torch and Triton have installed, torch's first.
+
+    Triton's may be of CUDA 12, but they contain files that torch's headers include.
+    """
     found = []
     for package, *parts in (
         ("nvidia", f"cu{CUDA}", "include"),
@@ -71,7 +78,11 @@ def find_headers() -> list[Path]:
 
 
 def build(folder: Path) -> Path:
-    """Compile the stub. Raises: CalledProcessError."""
+    """Compile the stub into a folder, and return the library.
+
+    Raises:
+        subprocess.CalledProcessError: If gcc fails.
+    """
     library = folder / "libcuda.so.1"
     flags = ["-shared", "-fPIC", "-O1", "-Werror", f"-Wl,-soname,{library.name}"]
     include = [f"-I{folder}" for folder in find_headers()]
@@ -83,10 +94,19 @@ def build(folder: Path) -> Path:
 def run(
     groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: float
 ) -> dict[str, Outcome]:
-    """Cases by name, each group in a process of its own and all groups at once.
+    """Run groups of cases, each group in one process, all processes at the same time.
 
-    Args:   groups: (any name, rank, number of ranks) -> the cases of that process; folder: to write to.
-    Raises: RuntimeError with its last lines for a process that ends before its cases do; TimeoutExpired.
+    Args:
+        groups: (any name, rank, number of ranks) of a process -> names of the cases that it runs.
+        folder: Folder for the stub, results and logs.
+        timeout_s: Time limit for each process.
+
+    Returns:
+        The outcomes by the name of the case.
+
+    Raises:
+        RuntimeError: If a process fails outside of its cases. The message contains its last lines.
+        subprocess.TimeoutExpired: If a process takes too long.
     """
     library = build(folder)
     started = []

@@ -1,4 +1,7 @@
-"""What is run on the simulated GPU: python -m simulated_cuda.cases OUT NAME ...; the outcomes are written as JSON."""
+"""The code that is run on the simulated GPU.
+
+`python -m helpers.simulated_cuda.cases OUT NAME ...` runs the cases NAME and writes their outcomes to OUT as JSON.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from helpers.schedule import plain
 from helpers.simulated_cuda.host import Host, on_the_host, simulate
 from helpers.towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
-MICRO_BATCH, WIDTH = 32, 16  # images of more than CUDA would stage without waiting
+# The images of a micro-batch exceed STAGED_BYTES, so an unpinned copy would make the host wait.
+MICRO_BATCH, WIDTH = 32, 16
 NUM_SAMPLES = 100_000
 PRECISIONS: dict[str, dict[str, Any]] = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -55,7 +59,7 @@ class Case:
 
 def loss_case(host: Host, name: str, trained: str = "both", autocast: bool = False,
               one_shift: bool = True, **options: Any) -> None:  # fmt: skip
-    """A loss forward and backward, twice, with accuracies and without, and its commit."""
+    """Run forward, backward and commit of a loss, first with accuracies and then without."""
     host.answers = {"read_fits": one_shift}
     loss = build_loss(name, **options).to("cuda")
     loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
@@ -125,7 +129,7 @@ def loss_cases() -> Iterator[tuple[str, Case]]:
 
 @lru_cache
 def open_loader(global_batch: int, pixels: Pixels) -> Loader:
-    """Its worker is real; what it writes is not looked at."""
+    """Return a loader with one real worker process. Its batches are never read, because tensors are fake."""
     data = DataSettings(source="synthetic", workers=1)
     form = SampleForm(
         ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY
@@ -136,12 +140,12 @@ def open_loader(global_batch: int, pixels: Pixels) -> Loader:
 
 
 def count_tokens(text: Tensor) -> Any:
-    """As the loader of a run counts them for the tiny model."""
+    """Count tokens as the loader of a run does for the tiny model."""
     return text.argmax(-1).numpy() + 1
 
 
 class Training:
-    """The parts of a run of the tiny model that a step goes through."""
+    """The parts of a run of the tiny model that a training step needs."""
 
     def __init__(
         self,
@@ -189,7 +193,7 @@ class Training:
         self.run: Any = SimpleNamespace(**parts)
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
-        """As train.train does one."""
+        """Take one step as the training loop does."""
         data = self.loader.start_step()
         self.run.metrics.phases.timer = lambda sampled: timer
         out = run_step(self.run, 0, data)
@@ -203,7 +207,7 @@ OFFLOAD = "deepspeed__zero_optimization__offload_optimizer"
 def step_case(
     stage: int, precision: str, K: int, loss: str = "disco_fused", *, host: Host, **changes: Any
 ) -> None:
-    """Two steps, of which the second is counted: in the first one DeepSpeed makes its states."""
+    """Take two steps and count the waits of the second. In the first, DeepSpeed creates its states."""
     host.answers = {"read_fits": True, "backward_and_step": True}
     training = Training(stage, precision, K, loss, **changes)
     training.step()
@@ -213,7 +217,7 @@ def step_case(
 
 
 def logged_case(host: Host) -> None:
-    """A step that is timed, and its record."""
+    """Take a step whose phases are timed, and log it."""
     host.answers = {"read_fits": True}
     training = Training(1, "autocast", 1)
     metrics = training.run.metrics = MetricsLogger(Path.cwd(), {}, training.run.schedule)
@@ -278,7 +282,7 @@ def step_cases() -> Iterator[tuple[str, Case]]:
     )
 
 
-# A tensor of the CPU where none may be
+# Tensors on the CPU by mistake
 
 
 def stray_case(host: Host, where: str) -> None:
@@ -305,7 +309,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 
 def model_case(host: Host, name: str, dtype: torch.dtype, autocast: bool, **settings: Any) -> None:
-    """A model forward and backward, of uint8 images, in eval and in training."""
+    """Run a model on uint8 images: forward in eval mode, and forward and backward in training mode."""
     given = name if name not in VISION else write_tiny(Path.cwd(), **VISION[name])
     with on_the_host():
         model: Any = build_model(ModelSettings(name=given, **settings), initial_bias=-10.0)
@@ -363,4 +367,4 @@ def main(out: str, names: list[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])
     sys.stdout.flush()
-    os._exit(0)  # threads of CUDA's allocator look for the device at the end
+    os._exit(0)  # a normal exit would let threads of CUDA's allocator access the device

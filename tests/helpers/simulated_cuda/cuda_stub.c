@@ -1,9 +1,8 @@
-/* A CUDA runtime and driver without a device, for one process: torch finds one GPU, and what it asks of it succeeds
- * and does nothing. There is no memory: what would need it fails. Each call for which a host stands still, and each
- * that fails, is reported to `report`, if there is one.
+/* A CUDA runtime and driver without a device. torch finds one GPU, whose calls succeed and do nothing. Calls that need
+ * its memory fail. Calls that fail, and calls that would make the host wait, are reported to `report` if it is set.
  *
- * Built as libcuda.so.1 and preloaded: the runtime's names come before those of torch's own library, and the driver's
- * are found because a library of that name is loaded already. */
+ * This library is built as libcuda.so.1 and preloaded. So its functions of the runtime come before those of torch's
+ * library, and its functions of the driver are found because a library with the driver's name is already loaded. */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -21,7 +20,7 @@ static cudaError_t told(const char *call, cudaError_t result) {
   return result;
 }
 
-/* A call that does nothing; one for which the host waits; one that cannot be. */
+/* Define a call that does nothing, that would make the host wait, that fails, or that returns a value. */
 #define DOES_NOTHING(call, ...) \
   SHOWN cudaError_t call(__VA_ARGS__) { return cudaSuccess; }
 #define WAITS(call, ...) \
@@ -34,7 +33,7 @@ static cudaError_t told(const char *call, cudaError_t result) {
     return cudaSuccess; \
   }
 
-/* The device: of an H100's kind. */
+/* The device, which looks like an H100. */
 GIVES(cudaGetDeviceCount, int, 1)
 GIVES(cudaGetDevice, int, 0)
 GIVES(cudaDriverGetVersion, int, CUDART_VERSION)
@@ -105,7 +104,7 @@ WAITS(cudaDeviceSynchronize, void)
 WAITS(cudaStreamSynchronize, cudaStream_t stream)
 WAITS(cudaEventSynchronize, cudaEvent_t event)
 
-/* Memory, and what works on it. */
+/* Memory, and calls that use it. */
 FAILS(cudaMalloc, void **out, size_t bytes)
 FAILS(cudaMallocAsync, void **out, size_t bytes, cudaStream_t stream)
 FAILS(cudaHostAlloc, void **out, size_t bytes, unsigned flags)
@@ -122,7 +121,7 @@ SHOWN cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, co
   return cudaSuccess;
 }
 
-/* The driver, of which torch asks whether a device is in use; all else it has it refuses. */
+/* The driver. torch asks it whether a device is in use. All functions that are not defined here are "not supported". */
 SHOWN int cuInit(unsigned flags) { return 0; }
 SHOWN int cuDriverGetVersion(int *out) { return *out = CUDART_VERSION, 0; }
 SHOWN int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }

@@ -1,8 +1,8 @@
-"""The host's side of the simulated GPU: what a process needs to run on a device that computes nothing.
+"""The host's side of the simulated GPU: replaces what cannot work on a device that computes nothing.
 
-Tensors are fake (torch's FakeTensorMode), collectives are torch's own "fake" process group. Answered here is what code
-asks of the values of tensors, and noted is for what a host would stand still meanwhile. What is replaced is torch's,
-Triton's and DeepSpeed's: nothing of disco_ds.
+Tensors are fake (torch's FakeTensorMode), and collectives use torch's "fake" process group. If code reads the value of
+a tensor, this module returns a made-up value, and records that a real host would wait here. It replaces functions of
+torch, Triton and DeepSpeed, but nothing of disco_ds.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from disco_ds.distributed import comm
 
 OURS, DEEPSPEED = (f"{Path(module.__file__).parent}{os.sep}" for module in (disco_ds, deepspeed))
 THROUGH = (f"{DEEPSPEED}accelerator{os.sep}", f"{DEEPSPEED}comm{os.sep}")
-"""Parts of DeepSpeed that others wait by."""
+"""Wrappers in DeepSpeed. If the host waits inside one, the caller of the wrapper is recorded."""
 
 STAGED_BYTES = 64 * 1024
-"""Of pageable memory, what CUDA copies to the device without waiting for the stream, if nobody asks it to."""
+"""Up to this size, CUDA copies pageable memory to the device with non_blocking=True without making the host wait."""
 
 
 class Host(TorchDispatchMode):
-    """Answers, notes and refuses, operation by operation. To be entered on top of a FakeTensorMode."""
+    """Intercepts operations: makes up values, records waits, and rejects errors. Enter it inside a FakeTensorMode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.notes = False
         self.answers: dict[str, float] = {}
-        """What is read from the device, by the name of the function that reads it; 0 or False else."""
+        """Name of a function of disco_ds or DeepSpeed -> the value that it reads from the device. Others read 0."""
         self.registered: list[int] = []
-        """Sizes of memory that cudaHostRegister was told of."""
+        """Sizes of the memory that was passed to cudaHostRegister."""
         self.launches = 0
-        """How many of Triton's kernels have been launched."""
+        """Number of launched Triton kernels."""
         self.refused: str | None = None
-        """A call that needed the device's memory; torch may have caught what it raised."""
+        """A CUDA call that would need the device's memory. It is kept here, because torch may catch its error."""
 
     def note(self, what: str) -> None:
         if self.notes:
@@ -62,7 +62,7 @@ class Host(TorchDispatchMode):
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Note the waits of this block."""
+        """Record the waits of this block."""
         self.waits.clear()
         self.notes = True
         yield
@@ -90,8 +90,8 @@ class Host(TorchDispatchMode):
             return out
         return func(*args, **kwargs)
 
-    # A method for each operation that asks for values or may make the host wait, named on_ and the operation without
-    # its outer underscores. NotImplemented: it goes on as any other does.
+    # There is a method for each operation that needs values or may make the host wait. Its name is "on_" and the name
+    # of the operation without outer underscores. It returns NotImplemented to run the operation as usual.
 
     def on_local_scalar_dense(self, func: Any, x: Tensor) -> Any:
         if x.is_cuda:
@@ -124,7 +124,7 @@ class Host(TorchDispatchMode):
             self.note("copies to device")
 
     def _is_pinned(self, x: Tensor) -> bool:
-        """A registered memory is known by its size: a fake tensor has no address."""
+        """Return whether a tensor is in pinned memory. Registered memory is recognized by its size alone."""
         return hasattr(x, "simulated_pinned") or x.untyped_storage().nbytes() in self.registered
 
     def on_pin_memory(self, func: Any, x: Tensor, *_: Any) -> Any:
@@ -172,7 +172,7 @@ class Host(TorchDispatchMode):
         return NotImplemented
 
     def _true(self, mask: Tensor) -> int:
-        """In how many places it is true: one rank's share."""
+        """Return a made-up number of true elements: one rank's share."""
         if mask.is_cuda:
             self.note("counts")
         return max(mask.numel() // comm.size(), 1)
@@ -186,15 +186,13 @@ def _places(mask: Tensor, count: int) -> Tensor:
 def _check_collective(name: str, tensors: list[Tensor]) -> None:
     for x in tensors:
         if not x.is_cuda:
-            raise RuntimeError(f"{name} of a tensor on the CPU, which NCCL does not take")
+            raise RuntimeError(f"{name}: NCCL does not accept a tensor on the CPU")
         if not x.is_contiguous():
-            raise RuntimeError(
-                f"{name} of a tensor that is not contiguous, which NCCL does not take"
-            )
+            raise RuntimeError(f"{name}: NCCL does not accept a tensor that is not contiguous")
 
 
 def _innermost() -> FrameType | None:
-    """The frame of disco_ds or DeepSpeed that everything else at hand is done for."""
+    """Return the innermost stack frame of disco_ds or DeepSpeed, except those in THROUGH."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         not frame.f_code.co_filename.startswith((OURS, DEEPSPEED))
@@ -205,7 +203,7 @@ def _innermost() -> FrameType | None:
 
 
 def _place() -> str:
-    """`file.py function`, with `deepspeed/` before those of DeepSpeed."""
+    """Return where the host is now: "FILE FUNCTION", with "deepspeed/" before files of DeepSpeed."""
     frame = _innermost()
     if frame is None:
         return "?"
@@ -216,18 +214,18 @@ def _place() -> str:
 
 
 def _as_meta(x: FakeTensor) -> tuple[Any, tuple[()]]:
-    """What a data worker, which has no fake tensors, gets in place of one."""
+    """Pickle a fake tensor as a meta tensor, because a data worker has no fake tensors."""
     return partial(torch.empty, x.shape, dtype=x.dtype, device="meta"), ()
 
 
 @contextmanager
 def simulate() -> Iterator[Host]:
-    """The device and the process group for a `with` block, in which all tensors are fake."""
+    """Set up the device and the process group for a `with` block in which all tensors are fake."""
     host = Host()
     ForkingPickler.register(FakeTensor, _as_meta)
-    # torch.tensor(..., device="cuda") would write to the device else.
+    # Otherwise, torch.tensor(..., device="cuda") would write to the device.
     torch._C._set_only_lift_cpu_tensors(True)
-    # Gradients of functions of ours are then computed where the stack says who has called them.
+    # Run backward in this thread, so that the stack shows which code has called it.
     torch.autograd.set_multithreading_enabled(False)
     _replace(host)
     dist.init_process_group(
@@ -248,11 +246,11 @@ def simulate() -> Iterator[Host]:
 
 
 on_the_host = _disable_current_modes
-"""Within it tensors are real, of the CPU."""
+"""A context in which tensors are real tensors on the CPU."""
 
 
 def _heard(host: Host, call: str) -> None:
-    """What the stub reports: a call that waits or one that fails."""
+    """Record a call that the stub reports: it makes the host wait, or it failed."""
     if "Synchronize" in call:
         host.note(call)
     else:
@@ -260,11 +258,11 @@ def _heard(host: Host, call: str) -> None:
 
 
 def _replace(host: Host) -> None:
-    """What torch, Triton and DeepSpeed do with values, or with a device that computes."""
-    import triton  # here, so that the tests can be collected where it is not installed
+    """Replace functions of torch, Triton and DeepSpeed that need values of tensors or a working device."""
+    import triton  # not at the top, so that the tests can be collected without Triton
 
     def tolist(self: FakeTensor) -> Any:
-        """One copy, as of a real tensor, where FakeTensor reads element by element."""
+        """Read all values in one copy, as a real tensor does. FakeTensor would read each element separately."""
         if self.is_cuda:
             return self.cpu().tolist()
         return [x.tolist() for x in self] if self.dim() else self.item()
@@ -272,7 +270,7 @@ def _replace(host: Host) -> None:
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
         if not all(x.is_cuda for x in given):
-            raise RuntimeError(f"{kernel} of a tensor on the CPU")
+            raise RuntimeError(f"{kernel} was launched with a tensor on the CPU")
         if isinstance(kernel, triton.runtime.Autotuner):
             kernel.best_config = kernel.configs[0]
         sizes = (
@@ -282,7 +280,7 @@ def _replace(host: Host) -> None:
         host.launches += 1
 
     class Runtime:
-        """Of CUDA, what is called by name."""
+        """CUDA functions that are called by name."""
 
         @staticmethod
         def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
@@ -297,17 +295,17 @@ def _replace(host: Host) -> None:
         host.note("objects")
 
     def swap_tensors(old: Tensor, new: Tensor) -> None:
-        """For Module.to, which would refuse to swap what FakeTensorMode knows."""
+        """Swap two tensors for Module.to. The original refuses fake tensors."""
         old.data = new
 
     def numpy(self: FakeTensor, **_: Any) -> Any:
         if self.is_cuda:
-            raise TypeError("numpy() of a tensor on the device")
+            raise TypeError("numpy() was called on a tensor on the device")
         with on_the_host():
             return torch.zeros(self.shape, dtype=self.dtype).numpy()
 
     def set_rng_state(state: Tensor, *_: Any) -> None:
-        """A state is made of values: only its kind is looked at."""
+        """Check the type of a generator's state. It has no values to set."""
         assert (state.device.type, state.dtype) == ("cpu", torch.uint8)
 
     set_state_of_cpu = torch.set_rng_state
@@ -323,6 +321,6 @@ def _replace(host: Host) -> None:
     triton.runtime.JITFunction.run = launch
     dist.all_gather_object = all_gather_object
     dist.broadcast_object_list = broadcast_object_list
-    # Whether all ranks have the same list: they have.
+    # These functions compare a list between ranks. In a simulated group, it is the same on all.
     zero_utils.assert_lst_len_same_as_other_ranks = lambda values: None
     zero_utils.get_lst_from_rank0 = lambda values: values

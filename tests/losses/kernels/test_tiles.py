@@ -1,6 +1,6 @@
-"""Tiles of similarities against float64: torch in this process, Triton's interpreter in other processes.
+"""Tiles of similarities, computed by torch and by Triton's interpreter, compared with float64.
 
-Triton decides at its first import whether to interpret, so that needs a new process.
+Triton decides at its first import whether to interpret kernels, so the interpreter runs in new processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def interpreted(every: int) -> list[str]:
     Args:
         every: Take each `every`-th of the shapes and configurations.
     """
-    # In deterministic mode, torch.empty fills memory with NaN, which reveals reads of unwritten memory.
+    # In deterministic mode, torch.empty fills its memory with NaN, which reveals reads of memory that was not written.
     torch.use_deterministic_algorithms(True)
     n, failures = comm.rank(), []
     cases = [(shape, "fp32") for shape in EVERY_OFFSET[::every] + EDGES]
@@ -84,7 +84,7 @@ def interpreted(every: int) -> list[str]:
 
 
 def configurations(n: int, every: int) -> list[str]:
-    """Each `every`-th configuration a GPU may choose: ragged edges, contiguous and strided rows, several widths."""
+    """Check each `every`-th configuration that a GPU may choose, on partial blocks of several layouts and widths."""
     from disco_ds.losses.kernels import triton_kernels
 
     failures = []
@@ -101,8 +101,10 @@ def configurations(n: int, every: int) -> list[str]:
 
 
 def persistent_programs(n: int) -> list[str]:
-    """More blocks than programs, a ragged width, and rows that tensor descriptors cannot address. Two ranks divide the
-    work."""
+    """Check persistent programs with more blocks than programs, an odd width, and rows for which they cannot be used.
+
+    Tensor descriptors cannot address rows that are strided or unaligned. Two ranks divide the work.
+    """
     from disco_ds.losses.kernels import triton_kernels
 
     failures = []
@@ -124,7 +126,7 @@ def persistent_programs(n: int) -> list[str]:
 
 
 def half_factors() -> list[str]:
-    """A GPU's factors in fp16: the weights are written in as much, into memory twice as wide."""
+    """Check factors in fp16, as on a GPU: the weights are written in fp16 into memory for fp32."""
     tiling = Tiling(None, "fp16", "triton")
     r, c = tool.features(40, 24, "cpu", 1).half(), tool.features(70, 24, "cpu", 2).half()
     from disco_ds.losses.kernels import torch_tiles, triton_tiles
@@ -144,7 +146,7 @@ def half_factors() -> list[str]:
 
 
 def far_rows() -> list[str]:
-    """Rows that start more than 2^31 elements into their tensor, of which nothing else is touched."""
+    """Check rows that start more than 2^31 elements into their tensor. The other elements are never accessed."""
     from disco_ds.losses.kernels import triton_tiles
 
     torch.use_deterministic_algorithms(False)
@@ -163,7 +165,7 @@ def far_rows() -> list[str]:
 
 
 def losses() -> list[str]:
-    """Whole losses on two ranks and on one: Triton's and torch's answers are the same."""
+    """Check that Triton and torch give the same losses and gradients, on two ranks and on one."""
     from deepspeed import comm as dist
 
     failures = []
@@ -179,14 +181,14 @@ def losses() -> list[str]:
                 for impl in ("triton", "torch")
             )
             wrong = [tool.error(x, y) for x, y in zip(mine, theirs, strict=True)]
-            # Here torch rounds the weights to bf16, and Triton holds them in the factors' fp32.
+            # On a CPU, torch rounds the weights to bf16, and Triton keeps them in the fp32 of the factors.
             if not max(wrong) <= (2**-8 if "precision" in options else 3e-6):
                 failures.append(f"{name} {options} on {N}: {wrong}")
     return failures
 
 
 def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -> list[Tensor]:
-    """The loss, its accuracies, and its gradients at image, text, scale and, for siglip, bias."""
+    """Return the loss, its accuracies, and its gradients for image, text, scale and, for siglip, bias."""
     leaves = [
         x.clone().requires_grad_()
         for x in (image, text, torch.tensor([14.3]), torch.tensor([-10.0]))
@@ -217,7 +219,7 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch):
 
 
 def block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> Block:
-    """With scales of 1 and a shift of 0."""
+    """Return a block in which all scales are 1 and the shift is 0."""
     ones = torch.ones(1)
     shift = torch.zeros(1, dtype=torch.float64)
     return Block(
@@ -228,7 +230,11 @@ def block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> B
 def plain_softmax(
     rows: Tensor, columns: Tensor, row_scale: Tensor, column_scale: Tensor, first: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logarithms of the sums over rows and columns and W rows, W^T columns, from the whole matrix in float64."""
+    """Compute a block's results from the whole matrix of weights W, in float64.
+
+    Returns:
+        The log-sums of the rows [n] and of the columns [m], W columns [n, D], and W^T rows [m, D].
+    """
     rows, columns, row_scale, column_scale = (
         x.double() for x in (rows, columns, row_scale, column_scale)
     )
@@ -246,7 +252,7 @@ def test_every_row_and_column_may_have_a_scale_of_its_own(dtype, first):
     n, m, D = 37, 41, 12
     rows, columns = features(m, D, dtype)
     rows = rows[:n]
-    # Exponents of up to 900: no single shift would do.
+    # Exponents reach 900, so no single shift would suffice.
     row_scale, column_scale = (
         torch.linspace(1, 900, n, dtype=dtype),
         torch.linspace(700, 2, m, dtype=dtype),
@@ -275,7 +281,7 @@ def test_rounded_factors_are_all_that_a_lower_precision_changes(precision):
             tiling.round(rows).double(), tiling.round(columns).double(), first, tiling
         )
         for name, value in true.items():
-            # Weights of the gradient are rounded as well.
+            # For gradients, the weights are rounded as well.
             rounding = {"fp32": 0.0, "tf32": 2**-11, "fp16": 2**-11, "bf16": 2**-8}[precision]
             assert tool.error(mine[name], value) <= 2e-6 + rounding * ("gradient" in name), name
 
@@ -298,7 +304,7 @@ def test_tool_says_when_there_is_no_gpu(monkeypatch, capsys):
 
 
 def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplog):
-    """Triton fails like this without a C compiler. Here, it finds no driver."""
+    """Here, Triton fails because it finds no driver. Without a C compiler, it fails in the same way."""
     find_problem.cache_clear()
     device = torch.device("cpu")
     with caplog.at_level(logging.WARNING):

@@ -1,8 +1,8 @@
 """Compile the Triton kernels for GPUs that this machine does not have, and check that they use the tensor cores.
 
-In 16 bits they spill no register on an A100 or H100, where rows are contiguous, as the losses hold them.
+On an A100 or H100, 16-bit kernels must not spill registers if rows are contiguous, as they are in the losses.
 
-This needs no driver, because Triton includes an assembler. test_tiles.py tests their results.
+This needs no driver, because Triton includes an assembler. test_tiles.py tests the results of the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def problems(
     half = precision in ("fp16", "bf16")
     if found.spilled_bytes and arch in (80, 90) and half and not tolerated:
         wrong.append(f"spills {found.spilled_bytes} bytes")
-    # It also avoids configurations that do not fit, but the default one must fit.
+    # The autotuner also avoids configurations that do not fit, but the default one must fit.
     if number == 0 and not found.fits:
         wrong.append(f"needs {found.shared_bytes / 1024:.0f} KB of shared memory")
     if precision != "fp32" and not strided and found.matrix != MATRIX[arch]:
@@ -50,7 +50,7 @@ def test_default_configurations_compile_without_spills_for_the_tensor_cores(arch
 @pytest.mark.parametrize("variant", ["exp_sums", "exp_sums+maxima", "exp_weights", "log_sums"])
 def test_on_an_h100_two_programs_share_a_multiprocessor(variant):
     found = tool.compile_kernel(variant, "fp16", 512, tool.cases(variant, "fp16", 90)[0], 90)
-    assert found.programs == 2  # one multiplies while the other computes exponentials
+    assert found.programs == 2  # so that one can multiply while the other computes exponentials
 
 
 @pytest.mark.parametrize(
