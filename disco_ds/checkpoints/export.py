@@ -168,7 +168,9 @@ def _cast(model: nn.Module, dtype: str) -> None:
         if name not in SCALES:
             parameter.data = parameter.data.to(DTYPES[dtype])
             if not parameter.isfinite().all():
-                raise ValueError(f"{name} has values that {dtype} cannot represent; export fp32")
+                raise ValueError(
+                    f"{name} has values that are not finite in {dtype}; export fp32, unless training has diverged"
+                )
 
 
 def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer: Any) -> None:

@@ -159,7 +159,9 @@ def remove_checkpoints(
     kept = removed = 0
     for path in reversed(list_complete(folder)):  # the newest first
         if keep_last is None or kept < keep_last:
-            kept += _is_intact(path)
+            kept += keep_last is not None and _is_intact(
+                path
+            )  # reading all would take long on a network disk
             continue
         milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
         if path in busy or milestone:

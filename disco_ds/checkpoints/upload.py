@@ -56,7 +56,7 @@ class Uploads:
         self.advance()
         if len(self.pending) > 1:
             self._finish(
-                self.pending[1], "the previous upload takes longer than the time between saves"
+                self.pending[1], f"{path.name} replaces it while another is being uploaded"
             )
         self.pending.append(path)
         self.advance()

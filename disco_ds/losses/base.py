@@ -117,6 +117,8 @@ class Embeddings:
                     f"the teacher has {len(teacher.image)} rows, but image and text have {len(image)}; pass the "
                     "teacher's features of the same samples"
                 )
+        if self.index is not None and self.index.is_floating_point():
+            raise ValueError(f"index must contain integers, got {self.index.dtype}")
         if self.group_id is not None and self.group_id.dtype != torch.int64:
             raise ValueError(
                 f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "

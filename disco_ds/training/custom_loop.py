@@ -358,7 +358,8 @@ class _Plain:
         parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
         parts = [part for part in parts if part.numel()]
         largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
-        return not comm.all_reduce_max((~torch.isfinite(largest)).float()).item()
+        # If this rank has no rows at all, `largest` is on the CPU.
+        return not comm.largest_of({"not_finite": ~torch.isfinite(largest)})["not_finite"]
 
     def warn_of_unaveraged(self) -> None:
         """Warn if nothing averages the gradients over ranks."""

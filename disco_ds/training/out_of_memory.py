@@ -98,12 +98,9 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
         yield "check with nvidia-smi whether another process uses this GPU"
     if phase == "loss":
         if config.loss.name in ("clip", "disco", "disco_fused"):
-            yield (
-                "loss.name=disco_fused, or loss.name=inf_cl, which needs the least memory; "
-                "both compute the same loss"
-            )
+            yield "loss.name=inf_cl, which computes the same loss with the least memory"
         yield "a smaller loss.options.tile, if the loss has this option"
-    elif config.micro_batch > 1:
+    elif phase != "building" and config.micro_batch > 1:
         yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
     if config.image_staging == "device":
         yield "image_staging=compressed, or image_staging=host"

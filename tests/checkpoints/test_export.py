@@ -137,12 +137,16 @@ def test_dtype_is_that_of_all_but_the_scale_and_buffers(tmp_path: Path) -> None:
     assert load(tmp_path / "fp16")[0].text_projection.dtype == torch.float32
 
 
-def test_fp16_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, "fp16"), (float("nan"), "fp32")])
+def test_dtype_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(
+    tmp_path: Path, value: float, dtype: str
+) -> None:
     run, model, _ = make_run(tmp_path, "own")
-    model.get_parameter("ln_final.weight").data[0] = 1e5
+    model.get_parameter("ln_final.weight").data[0] = value
     write_run(run, model, write_model(tmp_path, "own"), step=8)
-    with pytest.raises(ValueError, match=r"ln_final.weight .* fp16"):
-        export_run(run, tmp_path / "exports" / "one", dtype="fp16")
+    expected = f"ln_final.weight has values that are not finite in {dtype}; export fp32, unless"
+    with pytest.raises(ValueError, match=expected):
+        export_run(run, tmp_path / "exports" / "one", dtype=dtype)
     assert not (tmp_path / "exports").exists()
 
 

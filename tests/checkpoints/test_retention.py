@@ -186,9 +186,12 @@ def test_remove_old_leaves_what_is_not_a_complete_checkpoint(tmp_path: Path) -> 
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_remove_old_without_a_limit_keeps_all(tmp_path: Path) -> None:
+def test_remove_old_without_a_limit_keeps_all_and_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step)
+    monkeypatch.delattr("disco_ds.checkpoints.retention.read_meta")
     assert remove_checkpoints(tmp_path, keep_last=None) == 0
     assert len(names(tmp_path)) == 4
 

@@ -217,3 +217,5 @@ def test_mistakes_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Embeddings(rows, rows, one, group_id=group_id)
+    with pytest.raises(ValueError, match=r"index must contain integers, got torch.float32"):
+        Embeddings(rows, rows, one, index=torch.zeros(4))
