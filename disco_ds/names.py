@@ -1,6 +1,6 @@
 """Import custom code by name, and suggest the nearest valid name for a misspelled name.
 
-Import-light. This module is in the lowest layer, so every other module may import it.
+This module imports only the standard library and is in the lowest layer, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint about an unknown name: the most similar valid name or, if none is similar, the list of all.
+    """Return a hint about an unknown name: the most similar valid name or, if none is similar, all valid names.
 
-    If the list would be too long, the hint is "".
+    If the list of all names would be too long, the hint is "".
     """
     names = list(known)
     hint = did_you_mean(name, names)

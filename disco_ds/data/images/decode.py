@@ -84,7 +84,7 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
 
     Raises:
         BrokenSample: If the bytes are not an image, if the image has more than max_pixels (checked before decoding), or
-            if the range of its brightness is unknown.
+            if its pixels are floating-point numbers or 32-bit integers.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
     if isinstance(data, bytes):
@@ -128,8 +128,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert a decoded image of any mode to RGB.
 
     Raises:
-        BrokenSample: If its pixels are floating-point numbers or 32-bit integers. For such images, it is not defined
-            which value is white.
+        BrokenSample: If the pixels are floating-point numbers or 32-bit integers, for which it is not defined which
+            value is white.
     """
     if image.mode in ("F", "I"):
         raise BrokenSample(
@@ -156,7 +156,8 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
     """Decode an image to [3, H, W] uint8. JPEGs are decoded by simplejpeg, which takes 55 to 70% of PIL's time.
 
     Raises:
-        BrokenSample: See decode_image.
+        BrokenSample: If the bytes are not an image that can be used.
+        Exception: Any exception of PIL's decoders, as in decode_image.
     """
     if isinstance(data, bytes) and data.startswith(_JPEG):
         # If simplejpeg refuses the data, decode_image below either succeeds or explains the problem.

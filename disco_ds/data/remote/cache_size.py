@@ -17,7 +17,7 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 _DEFAULT_BYTES = 128e9
-"""The default number of slots is so small that all slots together read at most this many bytes of shards at a time."""
+"""The default number of slots is so small that all slots together keep at most this many bytes of shards in use."""
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:

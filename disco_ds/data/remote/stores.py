@@ -216,7 +216,7 @@ def list_objects(url: str, settings: RemoteSettings) -> dict[str, Version]:
     """List the objects in the folder `url` of a bucket and in its sub-folders.
 
     Returns:
-        Their versions, by URL.
+        The version of each object, keyed by URL.
 
     Raises:
         StoreError: If all attempts fail.

@@ -192,9 +192,9 @@ def open_sources(
 def find_stored(
     parts: Sequence[DataSettings], teacher: TeacherSettings, sources: Sequence[Source]
 ) -> StoredEmbeddings | None:
-    """Return where a teacher's embeddings are stored, or None if it is a model.
+    """Return where a teacher's embeddings are stored, or None if the teacher is a model.
 
-    Without teacher.widths, the width is that of the first sample that has embeddings.
+    If teacher.widths is not set, the width is read from the first sample that has embeddings.
 
     Args:
         parts: Settings of each source.
@@ -202,8 +202,8 @@ def find_stored(
         sources: The sources.
 
     Raises:
-        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed them for other
-            settings.
+        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed the embeddings for
+            other settings.
         OSError: If the first shard cannot be read.
     """
     if teacher.image is None or teacher.text is None:

@@ -55,7 +55,7 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
 }
-"""First bytes of compressed files -> the format and the command that decompresses it."""
+"""Maps the first bytes of compressed files to the format and the command that decompresses it."""
 
 
 class TarIndex:
@@ -249,6 +249,7 @@ class TarReader:
             wanted: The extensions to read; None reads all.
 
         Raises:
+            DroppedSample: If the tar is intact, but has fewer samples than the manifest says.
             LostSample: If the tar is damaged before the sample.
             BrokenSample: If a member cannot be read completely.
             OSError: If the shard itself cannot be read; the error names it.
