@@ -56,17 +56,13 @@ def load_custom(
     if not callable(found):
         raise ValueError(f"{name} is neither a function nor a class")
     if options is not None:
-        _check_options(name, found, options)
+        signature = inspect.signature(found)
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            accepted = ", ".join(signature.parameters) or "none"
+            raise ValueError(f"{name}: {error}; its options: {accepted}") from None
     return found
-
-
-def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"{name}: {error}; its options: {known}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

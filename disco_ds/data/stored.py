@@ -223,7 +223,7 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
     for number, magnitude in operations or ():
         name = OPERATIONS[number]
         image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return functional.pil_to_tensor(image)
 
 
 def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
             height, width, color, _ = simplejpeg.decode_jpeg_header(data)
             if color in _JPEG_COLORS and width * height <= max_pixels:
                 return torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1)
-    return _to_tensor(decode_image(data, max_pixels))
+    return torch.from_numpy(np.array(decode_image(data, max_pixels))).permute(2, 0, 1)
 
 
 def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
@@ -257,7 +257,3 @@ def _crop_box(
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
-
-
-def _to_tensor(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
