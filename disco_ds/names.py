@@ -1,6 +1,6 @@
 """Import custom code by name, and suggest the nearest valid name for a misspelled name.
 
-Import-light. This module is in the lowest layer, so every other module may import it.
+This module imports only the standard library and is in the lowest layer, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -56,17 +56,13 @@ def load_custom(
     if not callable(found):
         raise ValueError(f"{name} is neither a function nor a class")
     if options is not None:
-        _check_options(name, found, options)
+        signature = inspect.signature(found)
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            accepted = ", ".join(signature.parameters) or "none"
+            raise ValueError(f"{name}: {error}; its options: {accepted}") from None
     return found
-
-
-def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"{name}: {error}; its options: {known}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -77,9 +73,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint about an unknown name: the most similar valid name or, if none is similar, the list of all.
+    """Return a hint about an unknown name: the most similar valid name or, if none is similar, all valid names.
 
-    If the list would be too long, the hint is "".
+    If the list of all names would be too long, the hint is "".
     """
     names = list(known)
     hint = did_you_mean(name, names)

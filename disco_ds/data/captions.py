@@ -1,4 +1,4 @@
-"""The caption and the group of a sample, from the sample's members.
+"""Determine a sample's caption and its group (data.group_by) from the sample's members.
 
 The result of every function here depends only on the members, settings and random numbers that are passed to it.
 """
@@ -22,14 +22,14 @@ from PIL import Image
 from disco_ds.data.errors import BrokenSample
 
 Members = Mapping[str, Any]
-"""A sample's members by extension. They are bytes, unless data.transforms replaced them with text, parsed JSON or PIL
-images."""
+"""A sample's members: the content of each of its files, keyed by extension. A content is bytes, unless data.transforms
+replaced it with text, parsed JSON or a PIL image."""
 Picture = bytes | Image.Image
 """An encoded image, or a decoded one if data.transforms decoded it."""
 KEYS = re.compile(r"[^\[\]]+")
 """Matches each part of a template field: the name of the member, and the keys in brackets."""
 _UNFILLED = (LookupError, TypeError, AttributeError, ValueError)
-"""Errors of a template whose fields are missing or cannot be used."""
+"""Exceptions that are raised if a field of a template is missing or cannot be used."""
 _MAX_CAPTION = 2**14
 """Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
@@ -52,7 +52,7 @@ def pick_caption(
         item: Random number in [0, 1) that selects the items of lists.
 
     Raises:
-        BrokenSample: See fill_template.
+        BrokenSample: If a field is missing or cannot be used, or if the caption is empty.
     """
     return fill_template(_pick_template(weights, uniform), members, item)
 
@@ -65,7 +65,7 @@ def _pick_template(weights: dict[str, float], uniform: float) -> str:
 def number_caption(
     weights: dict[str, float], members: Members, uniform: float, item: float
 ) -> tuple[int, int]:
-    """Return the number of the caption that pick_caption returns, and how many captions the templates can produce.
+    """Return which caption pick_caption chooses for these arguments, and how many captions the templates can produce.
 
     The captions are numbered from 0, in the order of the templates. A template with `[*]` produces one caption for each
     item of the list. A template that cannot be filled produces none.
@@ -85,7 +85,7 @@ def number_caption(
 
 
 def list_captions(weights: dict[str, float], members: Members) -> list[str]:
-    """Return all captions that the templates can produce, in the order of number_caption.
+    """Return all captions that the templates can produce, in the order in which number_caption numbers them.
 
     Raises:
         BrokenSample: If a caption is empty or an item of a list cannot be used.
@@ -113,7 +113,7 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """Fill a template with the sample's members, and strip whitespace from both ends.
 
     Args:
-        template: The template. It must have passed check_template.
+        template: A template that config.templates.check_template accepts.
         members: The sample's members.
         item: Random number in [0, 1) that selects the items of lists.
         what: What the filled template is called in messages.
@@ -155,9 +155,9 @@ def _fill(template: str, members: Members, draws: _Draws) -> str:
 
 
 def _fill_field(field: str, members: Members, draws: _Draws) -> str:
-    """Return the text of the first alternative of a field that is not missing, null, NaN, infinite or blank.
+    """Return the text of the field's first alternative whose value is not missing, null, NaN, infinite or blank.
 
-    The text of the last alternative may be blank.
+    If all others are skipped, the last alternative is returned even if it is blank. Raises like _look_up.
     """
     *others, last = field.split("|")
     for name in others:
@@ -191,7 +191,7 @@ def _look_up(name: str, members: Members, draws: _Draws) -> str:
             draws.number = draws.number * len(value) + int(place)
             draws.count *= max(len(value), 1)
             value = value[int(place)]
-            # For any drawn item, the fractional part is again uniform in [0, 1), so the next `[*]` is independent.
+            # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next `[*]` is independent.
             draws.uniform = place % 1
         else:
             value = value[int(key) if isinstance(value, list) else key]
@@ -213,13 +213,13 @@ def find_group(group_by: str | None, members: Members, caption: str, image: Pict
     """Return a 64-bit hash of the value that data.group_by names. Samples with equal values share a group.
 
     Args:
-        group_by: See data.group_by; if it is None, the result is 0.
+        group_by: The setting data.group_by: "caption", "image" or a template. None: the result is 0.
         members: The sample's members.
         caption: The caption that was chosen for this epoch.
         image: The encoded image, or the decoded one if data.transforms decoded it.
 
     Raises:
-        BrokenSample: See fill_template.
+        BrokenSample: If group_by is a template that cannot be filled, or whose result is empty.
     """
     if group_by is None:
         return 0
@@ -247,6 +247,5 @@ def shorten_caption(text: str) -> str:
     # Only these characters count as separators. Tokenizers remove other separators, such as control characters, and
     # would thereby join the words around them.
     data = re.sub(rb"([^ \t\r\n]{%d})[^ \t\r\n]+" % _MAX_WORD, rb"\1", data[:_MAX_CAPTION])
-    return data.decode(
-        "utf-8", "ignore"
-    )  # drops the bytes of a character that was cut in the middle
+    # "ignore" drops the bytes of a character that was cut in the middle.
+    return data.decode("utf-8", "ignore")

@@ -35,9 +35,9 @@ class BrokenSample(Exception):  # noqa: N818 - one sample is skipped, the run do
 
 
 class DroppedSample(BrokenSample):
-    """A sample is left out, but not because it is damaged. It does not count as broken.
+    """A sample that is not damaged is left out. It does not count as broken.
 
-    The recipe excludes the sample, or the shard has fewer samples than its manifest says.
+    Either the recipe excludes the sample, or the shard has fewer samples than its manifest says.
     """
 
 
@@ -48,7 +48,8 @@ class LostSample(BrokenSample):
 class DataError(Exception):
     """No more data can be read.
 
-    Too many samples are broken, a shard cannot be fetched, or a worker failed, died or stopped responding.
+    Possible reasons: too many samples are broken, a shard cannot be fetched, or a worker failed, died or stopped
+    responding.
     """
 
 
@@ -78,7 +79,7 @@ def breaks_sample(*others: type[Exception]) -> Iterator[None]:
 def name_broken(
     name: Callable[[int, int], str], shard: int, entry: int, error: BrokenSample
 ) -> str:
-    """Return `shard/key: reason`, on one line. For all lost samples of a damaged shard, the line is the same.
+    """Return one line of the form `shard/key: reason`. All lost samples of a damaged shard have the same line.
 
     Args:
         name: Function that returns the sample's name, given shard and entry. It may fail, because it reads the shard.

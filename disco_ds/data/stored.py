@@ -1,6 +1,7 @@
 """Teachers' embeddings that are stored with the samples, and the augmentations for which they were computed.
 
-Members may be `.npy`, `.npz`, `.pth` or `.pth.gz`. The last two hold a dictionary of tensors, as in Apple's DataCompDR.
+The members that contain embeddings may be `.npy`, `.npz`, `.pth` or `.pth.gz`. The last two contain a dictionary of
+tensors, as in Apple's DataCompDR. In this file, a view is one augmentation of an image.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from disco_ds.data.images.decode import ImageSpec
 from disco_ds.data.order.counter_rng import keyed_int
 
 VIEW_SEED = 0
-"""Seed of the augmentations for which embeddings are stored. They do not depend on the run's seed."""
+"""Seed of the augmentations for which `disco-ds embed` stores embeddings. It is the same in every run."""
 RECORD = "embed.json"
 """File next to the shards in which `disco-ds embed` records what the embeddings were computed from."""
 OPERATIONS = (
@@ -36,28 +37,31 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class StoredEmbeddings:
-    """Where a sample's embeddings are stored. See TeacherSettings for the settings."""
+    """Where a sample's embeddings are stored."""
 
     image: str
+    """Field of the image embeddings, such as img.npy or npz[image_emb] (teacher.image)."""
     text: str
+    """Field of the text embeddings (teacher.text)."""
     replay: str | None
+    """Field of the recorded augmentations; None if they are those of `disco-ds embed` (teacher.replay)."""
     width: int
     """Width of an embedding; for several teachers, the sum of their widths."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """The stored embeddings for one use of a sample, and what determines its augmentation."""
+    """The stored embeddings for one use of a sample, and the keys of the random numbers of its augmentation."""
 
     view: int
-    """Takes the place of the epoch in the random numbers of the augmentation: the epoch itself, or the row of the image
-    embedding if there is one for each augmentation."""
+    """Used in place of the epoch. If the sample has an image embedding for each augmentation, this is the row of the
+    embedding. If one image embedding serves all augmentations, this is the epoch itself."""
     key: int
-    """Takes the place of the sample's id in these random numbers. It fits into int64."""
+    """Used in place of the sample's id. It fits into int64."""
     embeddings: Tensor
     """[2, D] fp32: the embeddings of the image and of the caption."""
     replayed: list[Any] | None
-    """The augmentation to repeat, an entry of `param_aug`. None: augment the image as the settings say."""
+    """The recorded augmentation to repeat: an entry of DataCompDR's `param_aug`; None: draw one as the settings say."""
 
     def pack(self) -> Tensor:
         """Return [1, 2 + D] int64: view, key, and the bits of the embeddings."""
@@ -85,12 +89,13 @@ def read_lesson(
         stored: Where the embeddings are.
         members: The sample's members.
         captions: The weight of each template, from data.captions.
-        drawn: The random numbers that were passed to pick_caption.
+        drawn: The two random numbers that were passed to pick_caption.
         image: The encoded image.
         place: Seed of the run, epoch and id of the sample.
 
     Raises:
-        BrokenSample: If a field is missing, or if an array is not finite or has the wrong shape.
+        BrokenSample: If a field is missing, an array is not finite or has the wrong shape, or the numbers of rows,
+            captions and recorded augmentations do not match.
         DataError: If the width differs from that of the other samples.
     """
     parsed: dict[str, Any] = {}
@@ -116,7 +121,7 @@ def read_lesson(
             )
         key = keyed_int(seed, index) - 2**63
         return Lesson(epoch, key, torch.stack([images, text]), None)
-    view = epoch % len(images)
+    view = epoch % len(images)  # the epochs use the rows in turn
     entry = None
     if stored.replay:
         entries = read_field(stored.replay, members, parsed)
@@ -128,15 +133,17 @@ def read_lesson(
         entry = entries[view]
         if not entry:
             raise BrokenSample(f"entry {view} of {stored.replay} is {entry}")
+    # `disco-ds embed` uses the same key. Unlike a sample id, a hash of the image does not depend on the set of shards.
     key = find_group("image", members, "", image)
     return Lesson(view, key, torch.stack([images[view], text]), entry)
 
 
 def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
-    """Return the array that a field names, [D] or [n, D], in fp32. See read_field.
+    """Return the array that a field names, [D] or [n, D], in fp32. The arguments are those of read_field.
 
     Raises:
-        BrokenSample: If the field is missing, or if the array is not finite or has another number of dimensions.
+        BrokenSample: If the field is missing, or if the array is empty, has another number of dimensions, or has a row
+            that is zero or not finite.
     """
     value = read_field(field, members, parsed)
     rows = torch.as_tensor(value).float()
@@ -185,19 +192,19 @@ def _parse(member: str, value: Any) -> Any:
 
 
 def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
-    """Repeat an augmentation of DataCompDR: torchvision's random resized crop and RandAugment.
+    """Repeat an augmentation that DataCompDR recorded: torchvision's random resized crop and RandAugment.
 
     Args:
         image: The decoded image.
-        spec: The model's image size. DataCompDR used 224 x 224 pixels. At another size, the operations have the same
-            magnitudes, which are pixels in translations.
+        spec: The model's image size. DataCompDR used 224 x 224 pixels. The recorded magnitudes are used unchanged at
+            other sizes, even those of translations, which are in pixels.
         entry: [[top, left, height, width], [[operation, magnitude], ...]]. A part that is null is skipped.
 
     Returns:
         [3, H, W] uint8.
 
     Raises:
-        BrokenSample: If the crop exceeds the image, which then is not the one that was recorded.
+        BrokenSample: If the crop exceeds the image, so the augmentation was recorded for another image or size.
     """
     # Imported here, because the import takes seconds and few runs need it.
     from torchvision.transforms import InterpolationMode, functional
@@ -207,8 +214,8 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
     top, left, height, width = crop or (0, 0, image.height, image.width)
     if not (0 <= top <= image.height - height and 0 <= left <= image.width - width):
         raise BrokenSample(
-            f"the recorded crop {crop} exceeds the image of {image.width} x {image.height} pixels; it may have been "
-            "resized since"
+            f"the recorded crop {crop} exceeds the image of {image.width} x {image.height} pixels; the image may have "
+            "been resized since it was recorded"
         )
     image = functional.resized_crop(
         image, top, left, height, width, list(spec.size), InterpolationMode.BICUBIC
@@ -216,11 +223,16 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
     for number, magnitude in operations or ():
         name = OPERATIONS[number]
         image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return functional.pil_to_tensor(image)
 
 
 def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
-    """Return what the stored embeddings depend on: the templates and, with more than 0 views, the augmentation."""
+    """Return the settings that stored embeddings depend on: the caption templates and, with views, the augmentation.
+
+    Args:
+        settings: Settings of the data.
+        views: Number of views of each image. 0: each image has one embedding, that of the image without augmentation.
+    """
     found: dict[str, Any] = {"captions": list(settings.captions), "views": views}
     if views:
         keys = {"crop_scale", "crop_ratio", "augment"}
@@ -229,7 +241,9 @@ def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
 
 
 def check_record(folder: Path, settings: DataSettings) -> None:
-    """Compare the settings of a run with those that `disco-ds embed` recorded, if it wrote the shards in the folder.
+    """Check that a run has the settings for which `disco-ds embed` wrote the shards in a folder.
+
+    If another program wrote the shards, nothing is checked.
 
     Raises:
         ValueError: If the stored embeddings belong to other captions or augmentations.

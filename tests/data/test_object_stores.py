@@ -65,6 +65,15 @@ def test_bucket_is_counted_by_what_it_publishes_and_read_in_the_order_of_the_fol
         assert read_global(load_sources(data), data, 2, 6)[0] == local
 
 
+def test_folder_named_by_an_environment_variable_is_listed(
+    s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PART_FOLDER", "part")
+    to, shards = tmp_path / "m.json", "s3://bucket/${PART_FOLDER}/*.tar"
+    assert run(shards, "--to", to, "--cache", tmp_path / "cache", "--workers", 0) == 0
+    assert [shard["samples"] for shard in json.loads(to.read_text())["shards"]] == SIZES
+
+
 def test_missing_shards_are_left_out_on_request(
     s3: Proxy, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -359,9 +359,7 @@ def test_resumed_run_keeps_its_slots_and_refuses_another_window(
         second = [int(index) for part in read_step(loader).index for index in part]
     assert state["slots"] == 96
     # Pretend that the default was different when the checkpoint was written.
-    monkeypatch.setattr(
-        "disco_ds.data.remote.cache_size._DEFAULT_BYTES", 20 * many[0].shards[0].bytes
-    )
+    monkeypatch.setattr("disco_ds.data.sources.load._DEFAULT_BYTES", 20 * many[0].shards[0].bytes)
     with closing(make_loader(None, data, batch=96)) as new:
         assert new.state_dict()["slots"] == 8
     with closing(make_loader(None, data, batch=96, state=state)) as loader:

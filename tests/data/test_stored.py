@@ -18,10 +18,19 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, functional
 
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, load_sources
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Shard,
+    Share,
+    Staging,
+    load_sources,
+)
 from disco_ds.data.captions import list_captions, number_caption, pick_caption
 from disco_ds.data.sources.load import find_stored
-from disco_ds.data.stored import OPERATIONS, StoredEmbeddings, read_array, replay, unpack
+from disco_ds.data.stored import OPERATIONS, RECORD, StoredEmbeddings, read_array, replay, unpack
 from helpers.shards import CONTEXT, SPEC, VOCAB, picture, settings, tokenize, write_shards
 
 WIDTH, VIEWS = 6, 3
@@ -240,6 +249,17 @@ def test_width_is_that_of_any_sample_with_embeddings(
     write_shards(tmp_path, [0, 2, 10], change)
     stored = StoredEmbeddings("img.npy", "txt.npy", None, WIDTH)
     assert read(loader(tmp_path, stored, **changes), 1)
+
+
+def test_record_in_the_working_directory_is_not_that_of_remote_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"captions": ["{other}"], "views": 0}))
+    monkeypatch.chdir(tmp_path)
+    source = Manifest(Path(), (Shard("0.tar", 1, 2048),), ("https://host/0.tar",))
+    teacher = TeacherSettings(image="img.npy", text="txt.npy", widths=(WIDTH,))
+    stored = find_stored([settings(Path())], teacher, [source])
+    assert stored == StoredEmbeddings("img.npy", "txt.npy", None, WIDTH)
 
 
 class Code:

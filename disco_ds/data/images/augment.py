@@ -1,7 +1,8 @@
 """Random augmentation of a batch of images, on the device where the batch is.
 
-The random numbers are keyed by (seed, epoch, sample id). Both passes of GradAccum therefore see the same pixels, and
-the pixels do not depend on the number of ranks. Cropping is not done here: the data workers crop when they decode.
+The random numbers are keyed by (seed, epoch, sample id). Both passes of GradAccum (training/grad_accum.py) therefore
+see the same pixels, and the pixels do not depend on the number of ranks. Cropping is not done here: the data workers
+crop when they decode.
 """
 
 from __future__ import annotations

@@ -67,7 +67,12 @@ def _change(pixels: Tensor, kind: Tensor, factor: Tensor) -> Tensor:
 
 
 def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the hue by `turns`, by way of HSV. One turn is a full rotation of the color circle."""
+    """Rotate the hue of each image in HSV space.
+
+    Args:
+        pixels: [m, 3, H, W] fp32 in [0, 1].
+        turns: Angles as fractions of the full color circle, [m, 1, 1].
+    """
     red, green, blue = pixels.unbind(1)
     value = pixels.amax(1)
     chroma = value - pixels.amin(1)

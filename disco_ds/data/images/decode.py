@@ -84,7 +84,7 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
 
     Raises:
         BrokenSample: If the bytes are not an image, if the image has more than max_pixels (checked before decoding), or
-            if the range of its brightness is unknown.
+            if its pixels are floating-point numbers or 32-bit integers.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
     if isinstance(data, bytes):
@@ -128,8 +128,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert a decoded image of any mode to RGB.
 
     Raises:
-        BrokenSample: If its pixels are floating-point numbers or 32-bit integers. For such images, it is not defined
-            which value is white.
+        BrokenSample: If the pixels are floating-point numbers or 32-bit integers, for which it is not defined which
+            value is white.
     """
     if image.mode in ("F", "I"):
         raise BrokenSample(
@@ -156,7 +156,8 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
     """Decode an image to [3, H, W] uint8. JPEGs are decoded by simplejpeg, which takes 55 to 70% of PIL's time.
 
     Raises:
-        BrokenSample: See decode_image.
+        BrokenSample: If the bytes are not an image that can be used.
+        Exception: Any exception of PIL's decoders, as in decode_image.
     """
     if isinstance(data, bytes) and data.startswith(_JPEG):
         # If simplejpeg refuses the data, decode_image below either succeeds or explains the problem.
@@ -164,7 +165,7 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
             height, width, color, _ = simplejpeg.decode_jpeg_header(data)
             if color in _JPEG_COLORS and width * height <= max_pixels:
                 return torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1)
-    return _to_tensor(decode_image(data, max_pixels))
+    return torch.from_numpy(np.array(decode_image(data, max_pixels))).permute(2, 0, 1)
 
 
 def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
@@ -256,7 +257,3 @@ def _crop_box(
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
-
-
-def _to_tensor(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,9 +1,12 @@
 """The data order of several sources: which source each sample comes from, and its position in that source.
 
-The order of each single source is defined by slots.py, or by whole_shards.py if its samples have not been counted. The
-part of a source that belongs to one of the S slots is called a stream. The number of a stream is source * S + slot.
-Each stream has a cursor (epoch, offset). The interval [0, 1) is divided into one section per source, with lengths in
-proportion to the weights. Sample number k of slot s comes from the source whose section contains the number
+The order within each source is defined by slots.py, or by whole_shards.py if its samples have not been counted. Both
+divide the samples of a source among S slots. The part of a source that belongs to one slot is called a stream. The
+number of a stream is source * S + slot. Each stream has a cursor (epoch, offset).
+
+A slot takes each of its samples from one of the sources. To choose the source, the interval [0, 1) is divided into one
+section per source, with lengths in proportion to the weights. Sample number k of slot s comes from the source whose
+section contains the number
 
     frac(phase(seed, s) + k * golden ratio)
 
@@ -39,8 +42,8 @@ class Mixture:
 
     Args:
         orders: The order of each source.
-        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of
-            each source follow those of the previous source.
+        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of each
+            source follow those of the previous source.
         weights: Weight of each source. Only the ratios of the weights matter.
         num_slots: Number of slots, S.
         seed: Seed of the mixture.
@@ -62,8 +65,9 @@ class Mixture:
         total = math.fsum(weights)
         bounds = [int(end / total * _ONE) for end in accumulate(weights)]
         self._bounds = [0, *bounds[:-1], _ONE]
+        # Here, the shards of all sources are numbered consecutively. The first shard of each source, and the first
+        # sample id of each shard. The ids are an array, because a long list is slow to pickle for the workers.
         self._first_shard = [0, *accumulate(map(len, sizes))]
-        # An array, because it is sent to every worker and a long list is slow to pickle.
         self._first_id = np.cumsum([0, *(size for part in sizes for size in part)])
 
     def streams(self, slot: int) -> list[int]:
@@ -85,7 +89,8 @@ class Mixture:
         """Yield the shards that the stream reads next, forever.
 
         Yields:
-            A pair (samples, shard). After the slot has read `samples` more samples, the stream may need the shard.
+            A pair (samples, shard). The stream does not need the shard until its slot has read about `samples` more
+            samples from all sources.
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE

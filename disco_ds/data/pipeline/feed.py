@@ -45,7 +45,9 @@ class Delivery:
     """A buffer on the host that all producers have filled, and its upload to the device."""
 
     number: int
+    """Number of the buffer."""
     parts: list[Part]
+    """The report of each producer on its rows."""
     upload: Upload
 
 
@@ -87,7 +89,7 @@ class Feed:
             self._grant(number)
 
     def take(self) -> Delivery:
-        """Wait for the next micro-batch. Its buffer on the host does not change until the buffer is released.
+        """Wait for the next delivery, and return it. Its buffer on the host does not change until `release` is called.
 
         Raises:
             Exception: Any exception that `Producer.receive` raises.
@@ -138,6 +140,7 @@ class Feed:
         return all(producer.is_ready() for producer in self._producers)
 
     def _receive(self) -> Delivery | Exception:
+        """Wait for the next delivery, and return it or the exception that was raised meanwhile."""
         try:
             if not self._is_ready():
                 # The producers may be waiting for a free buffer.

@@ -62,8 +62,8 @@ class _Position:
 class Loader:
     """Reads a rank's micro-batches, step by step, in the order that order/slots.py and order/mixture.py define.
 
-    A micro-batch is read when it is first requested. In its second pass, GradAccum requests the micro-batches of the
-    step again, except the last one. `staging.pixels` selects where they are kept between the two passes:
+    A micro-batch is read when it is first requested. GradAccum (training/grad_accum.py) passes over the micro-batches
+    of a step twice; the second pass omits the last one. `staging.pixels` selects where they are kept in between:
 
     - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
       copied.
@@ -199,12 +199,15 @@ class Loader:
 
     @property
     def broken(self) -> int:
-        """Number of broken samples that this rank skipped. Rank 0 adds those of all ranks from before a resume."""
+        """Number of broken samples that this rank has skipped since the run was started or resumed.
+
+        Rank 0's number also includes what all ranks skipped before the run was resumed.
+        """
         return self._position.broken
 
     @property
     def dropped(self) -> int:
-        """Number of samples that were dropped (see DroppedSample), counted like `broken`."""
+        """Number of dropped samples (see DroppedSample), for the same ranks and period as `broken`."""
         return self._position.dropped
 
     def start_step(self, keep_text: bool = False) -> StepData:
@@ -339,7 +342,7 @@ class Loader:
         return self._split(self._feed.arrive(delivery.upload), lengths)
 
     def _count(self, number: int) -> np.ndarray | None:
-        """Count the tokens of the texts in a buffer on the host."""
+        """Return how many tokens of each text in a host buffer the model needs, [m], or None without count_tokens."""
         if self._count_tokens is None:
             return None
         lengths = self._count_tokens(self._batches[number].text[:, : self._context])
@@ -359,7 +362,7 @@ class Loader:
         )
 
     def _split(self, batch: MicroBatch, lengths: np.ndarray | None) -> MicroBatch:
-        """Separate the tokens of the model from those of the teacher, or its embeddings, in the same rows."""
+        """Split the rows of `batch.text` into the model's tokens and the teacher's tokens or packed embeddings."""
         text, others = batch.text[:, : self._context], batch.text[:, self._context :]
         if self._stored:
             return replace(batch, text=text, lengths=lengths, stored=others)
@@ -393,7 +396,7 @@ class Loader:
             self._feed.look_ahead()
 
     def _decode_again(self, data: StepData) -> MicroBatch:
-        """Return the next micro-batch that the workers decode a second time. See second_pass for errors."""
+        """Return the next micro-batch that the workers have decoded a second time. Raises DataError if that fails."""
         try:
             delivery = self._take(data)
         except Exception as error:

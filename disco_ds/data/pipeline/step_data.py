@@ -1,4 +1,4 @@
-"""One rank's data for one training step, see Loader.start_step."""
+"""One rank's data for one training step: the micro-batches, and a record of what was read and skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MicroBatch:
     image: Tensor
     """[m, 3, H, W] uint8."""
     text: Tensor
-    """[m, L] int64."""
+    """[m, L] int64 tokens."""
     index: Tensor
     """[m] int64 sample ids."""
     epoch: Tensor
@@ -33,7 +33,7 @@ class MicroBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors that every micro-batch has, by name."""
         others = ("lengths", "teacher_text", "stored")
         return {name: value for name, value in vars(self).items() if name not in others}
 

@@ -1,4 +1,4 @@
-"""The work of one data worker, which owns some of its rank's slots.
+"""The work of one data worker, which owns some of its rank's slots (order/slots.py).
 
 In every micro-batch of the rank, the worker writes the rows that belong to its slots. All workers of the rank share the
 buffers, and together they fill all rows.
@@ -131,7 +131,7 @@ class _Reader:
         self._visited = set[tuple[int, int]]()
         """(source, shard) of all shards that were read."""
         self._damaged: dict[tuple[int, int], str] = {}
-        """The damaged ones of these, with the reason."""
+        """The damaged shards among those, with the reason."""
         self._last: list[str] = []
         """Descriptions of the last few broken samples, for the error message."""
 
@@ -280,7 +280,11 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
 
 
 def _fill(job: Job, reader: _Reader, start: int, batch: MicroBatch) -> tuple[list[Row], Part]:
-    """Write the worker's rows of the micro-batch whose first sample is the rank's sample number `start`."""
+    """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`.
+
+    Returns:
+        The rows, and the report on them.
+    """
     rows: list[Row] = []
     part = Part({}, [])
     for q in range(start, start + job.share.micro_batch):

@@ -65,7 +65,7 @@ class Worker:
         job: What the process reads and writes.
         timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
         preload: Module that the fork server imports before it starts workers.
-        sources: The sources. They return the names of samples for messages.
+        sources: The sources of the samples. Messages use their names for samples.
     """
 
     def __init__(self, job: Job, timeout_s: float, preload: str, sources: Sequence[Source]) -> None:

@@ -16,14 +16,6 @@ from disco_ds.data.remote.shard_cache import DISK_SHARE, find_limit
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
-_DEFAULT_BYTES = 128e9
-"""The default number of slots is so small that all slots together read at most this many bytes of shards at a time."""
-
-
-def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:
-    """Return whether `num_slots` slots together read at most _DEFAULT_BYTES of remote shards at a time."""
-    return sum_bytes(settings, sources, num_slots)[0] <= _DEFAULT_BYTES
-
 
 def fit_cache(
     settings: DataSettings, sources: Sequence[Source], num_slots: int, ranks: int, ranks_here: int

@@ -81,7 +81,7 @@ class FetchAhead:
         return sorted(needed, key=lambda place: (needed[place], place))
 
     def _claim(self) -> Place | None:
-        """Return the most urgent shard that can be fetched now, marked as being fetched, or None if no shard can be."""
+        """Mark the most urgent shard that can be fetched now as being fetched, and return it; None if there is none."""
         with self._lock:
             wanted = self.find_wanted()
             self._not_before = {place: self._not_before.get(place, 0) for place in wanted}

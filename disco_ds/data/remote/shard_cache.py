@@ -46,9 +46,9 @@ class ShardCache:
 
     Args:
         urls: Addresses of the shards.
-        names: Their names in messages.
-        versions: Their versions. If the size of a shard is unknown, the cache requests the version when it first needs
-            the shard.
+        names: Names of the shards in messages.
+        versions: Versions of the shards. If the size in a version is 0, which means unknown, the cache requests the
+            version when it first needs the shard.
         settings: Folder, size limit and number of attempts.
     """
 

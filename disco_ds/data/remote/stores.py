@@ -213,19 +213,23 @@ def read_object(url: str, settings: RemoteSettings) -> bytes:
 
 
 def list_objects(url: str, settings: RemoteSettings) -> dict[str, Version]:
-    """List the objects in the folder `url` of a bucket and in its sub-folders.
+    """List the objects in the folder `url` of a bucket and in its sub-folders. The URL ends with a slash.
 
     Returns:
-        Their versions, by URL.
+        The version of each object, keyed by URL.
 
     Raises:
         StoreError: If all attempts fail.
     """
 
     def read_list(store: Any, path: str) -> dict[str, Version]:
-        root = url[: len(url) - len(path)] if path else url
+        # `url` may contain environment variables, so do not take it apart.
         pages = obstore.list(store, path, chunk_size=1000)
-        return {root + item["path"]: _make_version(item) for page in pages for item in page}
+        return {
+            url + item["path"].removeprefix(path): _make_version(item)
+            for page in pages
+            for item in page
+        }
 
     return _request(url, settings, read_list)
 

@@ -112,7 +112,7 @@ class Source:
     def open(self, num_slots: int, window: int) -> Reader:
         """Open the source for reading in one process.
 
-        From the arguments, a source can estimate how many shards are in use at a time.
+        The arguments let a source estimate how many shards are in use at a time.
 
         Args:
             num_slots: Number of slots that the process reads in turn.
@@ -167,8 +167,8 @@ class Samples:
         """Read the sample with id `index`. The result depends only on the sample, the epoch, the settings and the seed.
 
         Returns:
-            Three values: a function that decodes the image; the tokens of the caption, [L] int64; and the number of the
-            sample's group (data.group_by), which fits into int64.
+            Three values: a function that decodes the image; the row of tokens, [form.row_length] int64; and the number
+            of the sample's group (data.group_by), which fits into int64.
 
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.
@@ -210,7 +210,7 @@ class Samples:
         return decode, text[0], group_id
 
     def read_members(self, shard: int, entry: int) -> Members:
-        """Return the members of a sample, after data.uids, data.filter and data.transforms. Raises like `read`."""
+        """Return a sample's members, with data.uids, data.filter and data.transforms applied. Raises like `read`."""
         members: Members = self.reader.read(shard, entry)
         with breaks_sample():
             return self.select(members, shard, entry)

@@ -131,7 +131,7 @@ def index_shards(
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
-        contents: Statistics to which those of all shards that are read are added.
+        contents: Statistics to update with the contents of all shards that are read.
         whole: Read all bytes of a shard, not only its headers, to find out whether the disk can read them.
 
     Returns:
@@ -187,7 +187,7 @@ def _count_all(
     contents: Contents,
     whole: bool,
 ) -> Iterator[tuple[str, Shard | Exception]]:
-    """Count shards. See index_shards.
+    """Count the listed shards. The arguments are those of index_shards.
 
     Yields:
         The name of each shard, in any order, and the counted shard or, if it cannot be counted, the error.
@@ -265,7 +265,7 @@ def _count(
     Args:
         folder: Folder of local shards.
         remote: How to fetch a remote shard.
-        whole: See index_shards.
+        whole: Read all bytes of the shard, not only its headers.
         task: The shard, and its URL if it is remote.
 
     Returns:

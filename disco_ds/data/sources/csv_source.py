@@ -68,7 +68,7 @@ class Table(Source):
 
     @classmethod
     def load(cls, shards: str, settings: DataSettings) -> Table:
-        """Find the rows of a csv file.
+        """Load a csv file: find its columns, and where each of its rows begins.
 
         Raises:
             ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, if two
@@ -230,6 +230,11 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
     """Return the offsets of the rows and the file's fingerprint.
 
     A quoted value may span lines. Empty lines are skipped.
+
+    Args:
+        file: The file, positioned after its first line.
+        separator: The separator of the columns.
+        heading: The first line, which the fingerprint includes.
     """
     position, digest = file.tell(), hashlib.sha256(heading)
     current: list[str] = []

@@ -17,7 +17,7 @@ from disco_ds.data.errors import BrokenSample, breaks_sample
 from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS
 from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
-from disco_ds.data.remote.cache_size import fits_default
+from disco_ds.data.remote.cache_size import sum_bytes
 from disco_ds.data.sources.base import SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards, is_table
@@ -27,6 +27,9 @@ from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.data.stored import StoredEmbeddings, check_record, read_array
 from disco_ds.names import load_custom, plural
 
+_DEFAULT_BYTES = 128e9
+"""The default number of slots is so small that all slots together read at most this many bytes of remote shards at a
+time."""
 _NUM_MEASURED = 10_000
 """Maximum number of samples that are read to find the width of stored embeddings."""
 
@@ -126,7 +129,7 @@ def count_slots(
     slots, origin = settings.slots, "set by data.slots"
     if slots is None:
         candidates = [num for num in SLOTS if num <= len(sizes)]
-        fitting = (num for num in candidates if fits_default(settings, sources, num))
+        fitting = (n for n in candidates if sum_bytes(settings, sources, n)[0] <= _DEFAULT_BYTES)
         slots, origin = saved or next(fitting, 1), f"the default for {plural(len(sizes), 'shard')}"
     if slots > num_units:
         raise ValueError(
@@ -192,9 +195,9 @@ def open_sources(
 def find_stored(
     parts: Sequence[DataSettings], teacher: TeacherSettings, sources: Sequence[Source]
 ) -> StoredEmbeddings | None:
-    """Return where a teacher's embeddings are stored, or None if it is a model.
+    """Return where a teacher's embeddings are stored, or None if the teacher is a model.
 
-    Without teacher.widths, the width is that of the first sample that has embeddings.
+    If teacher.widths is not set, the width is read from the first sample that has embeddings.
 
     Args:
         parts: Settings of each source.
@@ -202,14 +205,14 @@ def find_stored(
         sources: The sources.
 
     Raises:
-        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed them for other
-            settings.
+        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed the embeddings for
+            other settings.
         OSError: If the first shard cannot be read.
     """
     if teacher.image is None or teacher.text is None:
         return None
     for part, source in zip(parts, sources, strict=True):
-        if isinstance(source, Manifest):
+        if isinstance(source, Manifest) and not source.urls:
             check_record(source.folder, part)
     form: Any = None  # members are read without it
     width = sum(teacher.widths or ())

@@ -126,11 +126,6 @@ def read_manifest(path: Path) -> dict[str, Shard]:
     return {shard.name: shard for shard in shards}
 
 
-def _read_missing(path: Path) -> set[str]:
-    """Return the names of the shards that did not exist when the manifest was written."""
-    return set(json.loads(path.read_text(encoding="utf-8")).get("missing", ()))
-
-
 def load_manifest(
     where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None
 ) -> Manifest:
@@ -165,7 +160,10 @@ def load_manifest(
             f"{path} lists missing shards: {some(gone)}; restore them, or index the shards again: {command}"
         )
     uncounted = names - known.keys()
-    if uncounted and (uncounted := uncounted - _read_missing(path)):
+    if uncounted:
+        # Shards that did not exist when the manifest was written are left out.
+        uncounted -= set(json.loads(path.read_text(encoding="utf-8")).get("missing", ()))
+    if uncounted:
         raise ValueError(f"{path} does not list {some(uncounted)}; index the shards: {command}")
     found = [name for name in listing.names if name in known]
     shards = tuple(known[name] for name in found)

@@ -31,11 +31,11 @@ _JOINING = {
 }  # fmt: skip
 """Stages of webdataset that need more than one sample or do not return samples."""
 _MANY = 1_000
-"""A field of data.filter that none of this many samples has is an error."""
+"""If none of this many samples has a field that data.filter names, that is an error."""
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""Number of uids in a part of a long file. Only some parts are checked for sorting."""
+"""In a long file, only some parts with this many consecutive uids are checked for sorting."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Selection:
 
         Raises:
             DroppedSample: If the sample is left out.
-            DataError: See check_fields, which is called after the first samples.
+            DataError: If none of the first samples has a field that data.filter names.
             Exception: Any exception that a stage or a malformed member causes.
         """
         if self.uids is not None or self.rules:

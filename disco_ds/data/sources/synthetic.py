@@ -36,7 +36,7 @@ class SyntheticSamples(Samples):
     """Samples that are generated directly as images and tokens, so nothing is decoded."""
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
-        """Generate a sample. No other sample is in its group. See Samples.read."""
+        """Generate a sample. Returns what Samples.read returns; no two samples share a group."""
         form = self.form
         # The epoch is not part of the key, so a sample has the same image and caption in every epoch.
         random = torch.Generator().manual_seed(keyed_int(self.seed, index))

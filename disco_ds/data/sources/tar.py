@@ -55,7 +55,7 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
 }
-"""First bytes of compressed files -> the format and the command that decompresses it."""
+"""Maps the first bytes of compressed files to the format and the command that decompresses it."""
 
 
 class TarIndex:
@@ -70,7 +70,8 @@ class TarIndex:
         """What is wrong with the end of the tar, or None."""
         self.end = 0
         """Offset of the end mark, if the tar is not truncated."""
-        self._headers = array("q")
+        self.headers = array("q")
+        """Offset of each sample's first header."""
         self._starts = array("q", [0])
         self._extensions: list[str] = []
         self._offsets = array("q")
@@ -80,15 +81,11 @@ class TarIndex:
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
-            if not self._headers and (kind := _find_kind(file)):
+            if not self.headers and (kind := _find_kind(file)):
                 self.truncated = f"it is {kind}"
 
     def __len__(self) -> int:
         return len(self._starts) - 1
-
-    def header(self, entry: int) -> int:
-        """Return the offset of the sample's first header."""
-        return self._headers[entry]
 
     def members(self, entry: int) -> list[tuple[str, int, int]]:
         """Return (lower-case extension, offset, size in bytes) of the sample's members."""
@@ -107,7 +104,7 @@ class TarIndex:
                 # Another sample follows, so the previous one is complete.
                 if key is not None:
                     self._starts.append(len(self._offsets))
-                self._headers.append(member.offset)
+                self.headers.append(member.offset)
                 key, seen = prefix, set()
             seen.add(extension)
             self._extensions.append(extension)
@@ -249,6 +246,7 @@ class TarReader:
             wanted: The extensions to read; None reads all.
 
         Raises:
+            DroppedSample: If the tar is intact, but has fewer samples than the manifest says.
             LostSample: If the tar is damaged before the sample.
             BrokenSample: If a member cannot be read completely.
             OSError: If the shard itself cannot be read; the error names it.
@@ -286,7 +284,7 @@ class TarReader:
         if entry < len(index):
             # The shard may have been truncated since it was indexed.
             with suppress(tarfile.ReadError, StopIteration):
-                member = next(_walk(self._file(shard), index.header(entry)))
+                member = next(_walk(self._file(shard), index.headers[entry]))
                 key, _ = split_name(member.name) or (key, "")
         return f"{self._names[shard]}/{key}"
 
