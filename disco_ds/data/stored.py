@@ -50,10 +50,10 @@ class StoredEmbeddings:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class StoredView:
     """The stored embeddings for one use of a sample, and the keys of the random numbers of its augmentation."""
 
-    view: int
+    number: int
     """Used in place of the epoch. If the sample has an image embedding for each augmentation, this is the row of the
     embedding. If one image embedding serves all augmentations, this is the epoch itself."""
     key: int
@@ -64,25 +64,25 @@ class Lesson:
     """The recorded augmentation to repeat: an entry of DataCompDR's `param_aug`; None: draw one as the settings say."""
 
     def pack(self) -> Tensor:
-        """Return [1, 2 + D] int64: view, key, and the bits of the embeddings."""
-        head = torch.tensor([self.view, self.key])
+        """Return [1, 2 + D] int64: number, key, and the bits of the embeddings."""
+        head = torch.tensor([self.number, self.key])
         return torch.cat([head, self.embeddings.flatten().view(torch.int64)])[None]
 
 
 def unpack(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return view [m], key [m] and embeddings [m, 2, D] of packed rows, [m, 2 + D]."""
+    """Return number [m], key [m] and embeddings [m, 2, D] of packed rows, [m, 2 + D]."""
     bits = rows[:, 2:].contiguous().view(torch.float32)
     return rows[:, 0], rows[:, 1], bits.view(len(rows), 2, -1)
 
 
-def read_lesson(
+def read_view(
     stored: StoredEmbeddings,
     members: Members,
     captions: dict[str, float],
     drawn: tuple[float, float],
     image: Any,
     place: tuple[int, int, int],
-) -> Lesson:
+) -> StoredView:
     """Read the embeddings that belong to a sample's augmentation and caption.
 
     Args:
@@ -120,7 +120,7 @@ def read_lesson(
                 f"{stored.image} has one row, but teacher.replay needs one per augmentation"
             )
         key = keyed_int(seed, index) - 2**63
-        return Lesson(epoch, key, torch.stack([images, text]), None)
+        return StoredView(epoch, key, torch.stack([images, text]), None)
     view = epoch % len(images)  # the epochs use the rows in turn
     entry = None
     if stored.replay:
@@ -135,7 +135,7 @@ def read_lesson(
             raise BrokenSample(f"entry {view} of {stored.replay} is {entry}")
     # `disco-ds embed` uses the same key. Unlike a sample id, a hash of the image does not depend on the set of shards.
     key = find_group("image", members, "", image)
-    return Lesson(view, key, torch.stack([images[view], text]), entry)
+    return StoredView(view, key, torch.stack([images[view], text]), entry)
 
 
 def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:

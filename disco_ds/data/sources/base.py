@@ -37,7 +37,7 @@ from disco_ds.data.images.decode import (
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.tar import TarReader
-from disco_ds.data.stored import VIEW_SEED, StoredEmbeddings, read_lesson, replay
+from disco_ds.data.stored import VIEW_SEED, StoredEmbeddings, read_view, replay
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
@@ -62,7 +62,7 @@ class SampleForm:
     """Number of tokens per caption of teacher_tokenize."""
     stored: StoredEmbeddings | None = None
     """Location of the teachers' embeddings that are stored with the samples, or None. The embeddings of a sample are
-    packed by Lesson.pack and follow its tokens."""
+    packed by StoredView.pack and follow its tokens."""
 
     @property
     def row_length(self) -> int:
@@ -193,12 +193,12 @@ class Samples:
                 drawn, place = (template, item), (self.seed, epoch, index)
                 templates = self.settings.captions
                 try:
-                    lesson = read_lesson(self.form.stored, members, templates, drawn, data, place)
+                    view = read_view(self.form.stored, members, templates, drawn, data, place)
                 except DataError as error:
                     raise DataError(f"{self.name(shard, entry)}: {error}") from None
-                text = torch.cat([text, lesson.pack()], 1)
-                replayed = lesson.replayed
-                numbers = keyed_row(VIEW_SEED, lesson.view, lesson.key, NUM_CROP_NUMBERS)
+                text = torch.cat([text, view.pack()], 1)
+                replayed = view.replayed
+                numbers = keyed_row(VIEW_SEED, view.number, view.key, NUM_CROP_NUMBERS)
         expected = 1, self.form.row_length
         if text.shape != expected:
             raise DataError(
