@@ -21,7 +21,6 @@ from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import Config, find_late
 from disco_ds.config.ds_config import precision
 from disco_ds.config.secrets import redact
-from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.deepspeed_quirks import release
@@ -30,9 +29,8 @@ from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS, Interrupts
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
-from disco_ds.eval.model import evaluation_settings, in_precision, load_model
+from disco_ds.eval.model import evaluation_settings, in_precision, load_model, read_image_spec
 from disco_ds.losses import LossContractError
-from disco_ds.models.clip import read_preprocessing
 from disco_ds.runs.run_folder import AUTO, mark_launch
 from disco_ds.runs.run_log import note, say
 from disco_ds.runs.shared_folder import FinishedError
@@ -353,7 +351,6 @@ def evaluate_run(
         kind = precision(config.deepspeed)
         if kind != "fp32" and comm.rank() == 0:
             say(f"evaluating in {kind}, the precision of the settings; add deepspeed={{}} for fp32")
-        look = read_preprocessing(module)
-        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+        spec = read_image_spec(module)
         module = in_precision(module, kind)
         return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)

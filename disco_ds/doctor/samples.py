@@ -17,8 +17,6 @@ from torch import Tensor
 from disco_ds.config import Config, DataSettings
 from disco_ds.data import (
     BrokenSample,
-    ImageSpec,
-    SampleForm,
     Source,
     augment,
     load_sources,
@@ -29,8 +27,9 @@ from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import StoredEmbeddings
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
+from disco_ds.eval.model import read_form
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
-from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
+from disco_ds.models.clip import build_model, build_tokenizer
 
 _NUM_READ = 32
 """Number of samples read from each of three shards: the first, the middle and the last."""
@@ -168,9 +167,7 @@ class Inputs:
             captions[:] = texts
             return self.tokenizer(texts)
 
-        look = read_preprocessing(self.model)
-        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-        form = SampleForm(spec, tokenize, *read_text_size(self.model), stored=self.stored)
+        form = replace(read_form(self.model, tokenize), stored=self.stored)
         with closing(source.open_samples(data, form, self.config.seed, 1)) as reader:
             last = len(source.sizes) - 1
             padding = self.tokenizer([""])[0, -1]

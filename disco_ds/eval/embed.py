@@ -31,16 +31,15 @@ from disco_ds.data.captions import Members, find_group, list_captions, shorten_c
 from disco_ds.data.errors import BrokenSample, DataError, DroppedSample, breaks_sample
 from disco_ds.data.images.decode import (
     NUM_CROP_NUMBERS,
-    ImageSpec,
     decode_image,
     find_image,
     resize_for_evaluation,
 )
 from disco_ds.data.order.counter_rng import keyed_row
-from disco_ds.data.sources.base import SampleForm, Samples, Source
+from disco_ds.data.sources.base import Samples, Source
 from disco_ds.data.stored import RECORD, VIEW_SEED, describe_views
 from disco_ds.distributed import comm
-from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.eval.model import read_form
 
 IMAGE, TEXT = "img.npy", "txt.npy"
 """The members that are added to each sample."""
@@ -195,9 +194,7 @@ class Embedder:
                 )
 
     def _open(self, source: Source) -> Samples:
-        look = read_preprocessing(self.model)
-        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-        form = SampleForm(spec, self.tokenizer, *read_text_size(self.model))
+        form = read_form(self.model, self.tokenizer)
         return source.open_samples(self.config.data, form, VIEW_SEED, 1)
 
     def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
+from disco_ds.data import ImageSpec, SampleForm
 from disco_ds.distributed import comm
-from disco_ds.models.clip import build_model, build_tokenizer
+from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
@@ -58,6 +59,17 @@ def evaluation_settings(
             "eval.validation.NAME=FOLDER"
         )
     return config
+
+
+def read_image_spec(model: nn.Module) -> ImageSpec:
+    """Return the size of the model's images, and how images are resized to it."""
+    look = read_preprocessing(model)
+    return ImageSpec(look.size, look.interpolation, look.resize_mode)
+
+
+def read_form(model: nn.Module, tokenizer: Any) -> SampleForm:
+    """Return the form in which the model expects samples."""
+    return SampleForm(read_image_spec(model), tokenizer, *read_text_size(model))
 
 
 def in_precision(module: nn.Module, kind: str) -> nn.Module:

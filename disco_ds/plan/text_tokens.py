@@ -11,10 +11,11 @@ import numpy as np
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision
-from disco_ds.data import ImageSpec, SampleForm, Source, load_sources
+from disco_ds.data import Source, load_sources
 from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
-from disco_ds.models.clip import build_tokenizer, read_preprocessing, read_text_size
+from disco_ds.eval.model import read_form
+from disco_ds.models.clip import build_tokenizer, read_text_size
 from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
 from disco_ds.plan.assumptions import Assumptions
@@ -51,9 +52,7 @@ def read_text_tokens(
         count = find_counter(model)
         if count is None or not is_packed(config, model):
             return assumed
-        look = read_preprocessing(model)
-        spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-        form = SampleForm(spec, build_tokenizer(config.model, model), *read_text_size(model))
+        form = read_form(model, build_tokenizer(config.model, model))
         for settings, source in zip(config.data.per_source, sources, strict=True):
             samples = source.open_samples(settings, form, config.seed, 1)
             if type(samples) is Samples:

@@ -39,7 +39,6 @@ from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
-    SampleForm,
     Share,
     Source,
     Staging,
@@ -56,7 +55,7 @@ from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import ImageSet, load_sets
-from disco_ds.eval.model import in_precision
+from disco_ds.eval.model import in_precision, read_form, read_image_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -68,7 +67,6 @@ from disco_ds.models.clip import (
     build_tokenizer,
     check_image_size,
     read_architecture,
-    read_preprocessing,
     read_text_size,
     register_config,
 )
@@ -224,11 +222,10 @@ def build(
     with comm.all_or_none("model"):
         check_image_sizes(recipe)
     model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
-    look = read_preprocessing(model)
-    image = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    image = read_image_spec(model)
     if teacher:
         description += f"\nteacher: {teacher.description}"
-    loader = build_loader(config, sources, model, tokenizer, image, share, saved, teacher)
+    loader = build_loader(config, sources, model, tokenizer, share, saved, teacher)
     stack.callback(loader.close)
     if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
         logger.warning(
@@ -352,7 +349,6 @@ def build_loader(
     sources: list[Source],
     model: nn.Module,
     tokenizer: Any,
-    image: ImageSpec,
     share: HostShare,
     saved: Saved | None,
     teacher: RunTeacher | None,
@@ -363,7 +359,7 @@ def build_loader(
         states = saved.states("data")
         position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     device = comm.local_device()
-    form = SampleForm(image, tokenizer, *read_text_size(model))
+    form = read_form(model, tokenizer)
     if isinstance(teacher, StoredTeacher):
         form = replace(form, stored=teacher.stored)
     elif teacher and not are_equal(teacher.tokenizer, tokenizer):
