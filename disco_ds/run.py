@@ -281,7 +281,7 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """After the block, restore what a run changes in its process: signal handlers, environment and sys.excepthook."""
+    """After the `with` block, restore signal handlers, environment and sys.excepthook, which a run changes."""
     # Python allows only the main thread to set signal handlers. An evaluation may run in another thread, but
     # it sets no handlers.
     main = threading.current_thread() is threading.main_thread()

@@ -44,7 +44,8 @@ def translate(line: str, ranks: int | None = None) -> str:
 
     Args:
         line: The flags, a command line with its launcher, or a shell script that contains one.
-        ranks: Number of GPUs. None: as in the arguments of torchrun or srun, or in #SBATCH lines.
+        ranks: Number of GPUs. None: read it from the arguments of torchrun or srun, or from #SBATCH lines. If they do
+            not contain it, the recipe is for one GPU.
 
     Raises:
         ValueError: If the line cannot be parsed, does not train, or contains an invalid value.

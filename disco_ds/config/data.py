@@ -196,7 +196,7 @@ class DataSettings(SampleSettings):
     """List of several sources that are mixed by weight. It replaces data.shards."""
     index: Literal["manifest", "none"] = "manifest"
     """`manifest`: tar shards must have been counted by `disco-ds index`. `none`: train on tar shards that
-    have not been counted. Every slot reads whole shards in random order and shuffles samples only
+    have not been counted. Every slot (see data.slots) reads whole shards in random order and shuffles samples only
     within a shard, so the samples of a shard are used close together. The length of the run cannot be
     set in epochs, and losses that keep state for each sample cannot be used."""
     remote: RemoteSettings = RemoteSettings()
@@ -230,7 +230,7 @@ class DataSettings(SampleSettings):
     or fewer if there are fewer shards or if all slots together would read more than 128e9 bytes of
     remote shards at a time."""
     window: PositiveCount = 4096
-    """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
+    """Number of consecutive samples in a slot (see data.slots) that are shuffled together. Raise it if neighboring
     samples are similar."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Number of worker processes per rank, which read and decode samples. Null: one fewer than the

@@ -81,7 +81,7 @@ def make_schedule(
 
 
 def find_late(config: Config, num_steps: int | None, num_epochs: float | None) -> list[str]:
-    """Return up to two warnings: that no checkpoint or no evaluation is due before the end of the run.
+    """Return warnings: one if no checkpoint is due before the end of the run, and one if no evaluation is due.
 
     Args:
         config: Settings of the run.

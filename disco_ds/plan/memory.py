@@ -38,12 +38,12 @@ ALLREDUCE = 500_000_000
 
 @dataclass(frozen=True)
 class Memory:
-    """Planned memory of a GPU and of a host. It is divided into the parts in PARTS."""
+    """Planned memory of a GPU and of a host, by part."""
 
     moments: dict[str, dict[str, int]]
-    """Moment of a step (forward, loss, backward or update) -> part -> bytes of a GPU."""
+    """Moment of a step (forward, loss, backward or update) -> part in PARTS -> bytes of a GPU."""
     host: dict[str, int]
-    """Part -> bytes of the host, for one rank."""
+    """Part, such as "pixels, in buffers" -> bytes of the host that one rank needs."""
 
     @property
     def peak(self) -> str:

@@ -21,29 +21,29 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe. If the plan searched for settings, they replace those of the recipe."""
+    """The recipe, including the settings that the search of plan_run has found."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
     memory: Memory
     speed: Speed | None
-    """None if the GPU's rates are unknown."""
+    """Times of a step; None if the GPU's FLOP/s or the bandwidth of its link is unknown."""
     towers: Towers
     """What the towers need for a micro-batch."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits in the memory of the GPU."""
+        """Whether the predicted peak memory fits in the memory of the GPU."""
         return self.memory.total <= self.gpu.gib * GIB
 
     @property
     def ranks_per_host(self) -> int:
-        """The number of ranks on a full host."""
+        """The number of ranks on a host: one for each of its GPUs, but not more than the run has."""
         return min(self.ranks, self.assumed.per_host)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that all ranks of a full host need together, without Python and its libraries."""
+        """Bytes of host memory that the ranks on one host need together, without Python and its libraries."""
         return self.ranks_per_host * sum(self.memory.host.values())
 
 
@@ -63,7 +63,7 @@ def plan_run(
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
         assumed: Assumptions of the plan. None: the defaults of Assumptions.
         search: None plans the recipe as it is. "same" searches for the fastest settings for the recipe's global batch.
-            "largest" searches for the largest global batch that fits, and its fastest settings.
+            "largest" searches for the largest global batch that fits, or for a slightly smaller one that is faster.
         host_gib: Memory of a host in GiB. If it is given, the search also varies image_staging.
 
     Raises:

@@ -50,7 +50,7 @@ Watch = Callable[[str], AbstractContextManager[None]]
 class Towers:
     """What the towers need for one micro-batch: memory, and FLOPs of matrix multiplications.
 
-    The byte counts do not include the parameters, their gradients or the uint8 pixels.
+    The bytes of the passes do not include the parameters, their gradients or the uint8 pixels.
     """
 
     replay: int
