@@ -24,7 +24,10 @@ class Schedule:
     num_samples: int
     """Number of samples of the whole run."""
     warmup_batch: int
-    """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this size."""
+    """The recipe's global_batch when the run started, even if the first stage has another one.
+
+    optim.warmup_steps and optim.cooldown_steps count steps of this size.
+    """
     first_step: int = 0
     """Number of steps that were completed before the run was resumed or the current stage began; 0 for a new run."""
     first_samples: int = 0
@@ -52,7 +55,7 @@ def make_schedule(
         step: Number of completed steps.
         samples: Number of samples in the completed steps.
         previous_batch: Number of samples in the last completed step.
-        warmup_batch: Global batch at the start of the run. 0 means a new run, which starts with config.global_batch.
+        warmup_batch: The recipe's global_batch when the run started; 0 for a new run, which uses config.global_batch.
 
     Raises:
         ValueError: If a stage would end in the middle of a step, or the run is shorter than its warmup and cooldown.
