@@ -135,8 +135,8 @@ def train_session(
 
     Args:
         config: Settings of the run.
-        resume: See `run_training`.
-        allow_change: See `run_training`.
+        resume: As in `run_training`.
+        allow_change: As in `run_training`.
         launch_id: ID that `disco-ds launch` has given to this attempt; None for any other launcher. If
             given, the ID and the exit code are recorded in the run folder, and a run whose newest
             checkpoint is damaged resumes from an older one.
@@ -179,13 +179,19 @@ def _train_stage(
 ) -> tuple[Path, bool, Uploads | None]:
     """Build the run and train it to the end of its current stage. Collective.
 
-    The first five parameters are those of train_session. `interrupts` contains the requests to save or to stop, and
-    `uploads` the uploads that the previous stage left unfinished. `refusal` is the class of the error that is raised if
-    the stage cannot be built.
+    Args:
+        config: As in `train_session`.
+        resume: As in `train_session`.
+        allow_change: As in `train_session`.
+        launch_id: As in `train_session`.
+        report: As in `train_session`.
+        interrupts: Requests to save or to stop.
+        uploads: Uploads that the previous stage did not finish; None for the first stage.
+        refusal: Class of the error that is raised if the stage cannot be built.
 
     Returns:
-        The run folder; whether the run is finished; and the unfinished uploads that the next stage
-        continues, or None if the run is finished.
+        The run folder; whether the run is finished; and, if it is not finished, the unfinished uploads for the next
+        stage.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -252,7 +258,7 @@ def _train_stage(
 
 @contextmanager
 def _session(timeout_s: float) -> Iterator[ExitStack]:
-    """Join the process group for the block, and leave it normally even if all ranks raise one of AGREED_ERRORS.
+    """Join the process group for the `with` block, and leave it normally even if all ranks raise one of AGREED_ERRORS.
 
     Args:
         timeout_s: A collective operation fails if it takes longer than this many seconds.
@@ -275,7 +281,7 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """After the block, restore what a run changes in its process: signal handlers, environment and sys.excepthook."""
+    """After the `with` block, restore signal handlers, environment and sys.excepthook, which a run changes."""
     # Python allows only the main thread to set signal handlers. An evaluation may run in another thread, but
     # it sets no handlers.
     main = threading.current_thread() is threading.main_thread()

@@ -23,7 +23,7 @@ from disco_ds.config.recipe import Config
 from disco_ds.config.recipe_yaml import Dumper, assign
 
 _MAIN = re.compile(r"(?:open_clip_train|training)[./]main(?:\.py)?\s(.*)")
-"""Matches open_clip's training program. Group 1 contains the program's flags, up to the end of the line."""
+"""Matches the call of open_clip's training program in a command line. Group 1 contains the program's flags."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,8 @@ def translate(line: str, ranks: int | None = None) -> str:
 
     Args:
         line: The flags, a command line with its launcher, or a shell script that contains one.
-        ranks: Number of GPUs. None: as in the arguments of torchrun or srun, or in #SBATCH lines.
+        ranks: Number of GPUs. None: read it from the arguments of torchrun or srun, or from #SBATCH lines. If they do
+            not contain it, the recipe is for one GPU.
 
     Raises:
         ValueError: If the line cannot be parsed, does not train, or contains an invalid value.
@@ -140,7 +141,7 @@ def _is_csv(flags: dict[str, Any]) -> bool:
 def _translate_data(
     flags: dict[str, Any], global_batch: int, comments: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the data settings as (dotted name, value), and append to `comments` what the user should know."""
+    """Yield the data settings as (dotted name, value), and append notes for the user to `comments`."""
     shards = str(flags.get("train-data"))
     if flags.get("dataset-type") == "synthetic":
         yield "data.source", "synthetic"
@@ -175,7 +176,10 @@ def _translate_data(
 def _translate_run(
     flags: dict[str, Any], global_batch: int, comments: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield all other settings that need code, and append to `comments` what the user should know."""
+    """Yield the settings outside `data` that the table of flags cannot translate, as (dotted name, value).
+
+    Append notes for the user to `comments`.
+    """
     # open_clip's defaults depend on the name of the model.
     is_vit = "vit" in str(flags["model"]).lower()
     yield "optim.betas", [flags.get("beta1", 0.9), flags.get("beta2", 0.98 if is_vit else 0.999)]

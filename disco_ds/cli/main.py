@@ -13,7 +13,7 @@ MODULES = {
     "eval": "disco_ds.cli.evaluate",
     "launch": "disco_ds.launch.launcher",
 }
-"""Modules of commands. A command that is not listed has its module in cli/, under its own name."""
+"""Command -> its module. The module of a command that is not listed is in disco_ds.cli and has the command's name."""
 RANK_COMMANDS = {"train", "launch", "eval", "doctor"}
 """Commands that report user errors themselves. Their other errors are shown with a traceback."""
 

@@ -14,7 +14,7 @@ from disco_ds.models.gpus import GPUS
 from disco_ds.plan.assumptions import Assumptions
 
 MAX = 1e15
-"""Larger numbers, such as infinity, are refused."""
+"""Default upper bound of numeric arguments. Larger numbers, such as infinity, are refused."""
 OVERVIEW = """\
 Try it without data or GPU:
   disco-ds train --config quickstart

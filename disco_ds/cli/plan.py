@@ -97,7 +97,7 @@ def describe_fastest(made: Plan, host_gib: float | None) -> str:
 
 
 def describe_stage(made: Plan) -> str:
-    """Describe the lowest ZeRO stage at which the recipe fits."""
+    """State the lowest ZeRO stage at which the recipe fits."""
     found = lowest_stage(made)
     if found is None:
         return "ZeRO: the recipe fits at no stage"

@@ -75,7 +75,8 @@ def prepare_branch(
     Args:
         parent: Run folder or checkpoint that the branch starts from.
         batch: Global batch of the branch.
-        factor: Factor of the learning rate; see --rates.
+        factor: One of --rates. The learning rate is this factor times the parent's peak rate times the square root of
+            the branch's batch divided by the parent's batch.
         args: Arguments of the command.
 
     Returns:

@@ -43,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(error: object) -> None:
-    """Print an error of the run. The message about a requested stop is not labeled as an error."""
+    """Print an error of the run. If a signal requested the stop, the message is not labeled as an error."""
     host = socket.gethostname()
     show(error, host if isinstance(error, AskedToStopError) else f"error on {host}")

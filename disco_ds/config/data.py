@@ -22,7 +22,7 @@ SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
 """Prefixes of the URLs that are downloaded."""
 
 Pixels = Literal["device", "host", "compressed"]
-"""Values of image_staging, which selects where the images of a step are kept between GradAccum's two forward passes."""
+"""Values of the setting image_staging, which selects where the images of a step are kept."""
 
 
 class AugmentSettings(Settings):
@@ -89,8 +89,8 @@ class RemoteSettings(Settings):
     """Number of attempts to fetch a shard. An attempt resumes where the previous one stopped if the
     server sends ETags."""
     timeout_s: float = Field(60.0, exclude=True)
-    """An attempt fails if no data arrives from the server or the command for this many seconds. Config
-    derives it from the top-level timeout_s."""
+    """An attempt to fetch a shard fails if the server or the `pipe:` command sends no data for this many seconds.
+    Config derives this value from the top-level timeout_s."""
 
 
 def is_remote(text: str) -> bool:
@@ -172,7 +172,10 @@ class SampleSettings(Settings):
 
 
 class SourceSettings(SampleSettings):
-    """Settings of one source in data.sources. What a source does not set, data sets for all sources."""
+    """Settings of one source in data.sources.
+
+    If image_key, captions, uids, filter or transforms is null, the source uses the value in `data`.
+    """
 
     weight: PositiveFloat | None = None
     """Weight of this source in the mixture. Its share of the training samples is its weight divided
@@ -193,7 +196,7 @@ class DataSettings(SampleSettings):
     """List of several sources that are mixed by weight. It replaces data.shards."""
     index: Literal["manifest", "none"] = "manifest"
     """`manifest`: tar shards must have been counted by `disco-ds index`. `none`: train on tar shards that
-    have not been counted. Every slot reads whole shards in random order and shuffles samples only
+    have not been counted. Every slot (see data.slots) reads whole shards in random order and shuffles samples only
     within a shard, so the samples of a shard are used close together. The length of the run cannot be
     set in epochs, and losses that keep state for each sample cannot be used."""
     remote: RemoteSettings = RemoteSettings()
@@ -217,9 +220,9 @@ class DataSettings(SampleSettings):
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
-    next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken. An epoch
-    includes them, so a run makes more passes over the samples that are kept; `disco-ds doctor` reports the number of
-    passes."""
+    next sample of the slot (see data.slots) takes its place. Dropped samples count in `dropped_samples`, not as broken.
+    An epoch includes them, so a run makes more passes over the samples that are kept; `disco-ds doctor` reports the
+    number of passes."""
     slots: int | None = Field(None, gt=0, le=2**20)
     """Number of slots. A slot is a logical stream of samples, and all slots together make up the
     data order. The number must be a multiple of the number of ranks, and it stays the same when a
@@ -227,7 +230,7 @@ class DataSettings(SampleSettings):
     or fewer if there are fewer shards or if all slots together would read more than 128e9 bytes of
     remote shards at a time."""
     window: PositiveCount = 4096
-    """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
+    """Number of consecutive samples in a slot (see data.slots) that are shuffled together. Raise it if neighboring
     samples are similar."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Number of worker processes per rank, which read and decode samples. Null: one fewer than the
@@ -238,7 +241,7 @@ class DataSettings(SampleSettings):
     one step, but at least 4, and at most as many as fit into an eighth of the rank's share of host
     memory. Lower the number if the host runs out of memory."""
     worker_timeout_s: float = Field(300.0, exclude=True)
-    """The run stops if a data worker makes no progress for this many seconds. Config derives it from
+    """The run stops if a data worker makes no progress for this many seconds. Config derives this value from
     the top-level timeout_s."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
@@ -304,7 +307,7 @@ class DataSettings(SampleSettings):
 
     @property
     def per_source(self) -> list[DataSettings]:
-        """These settings as they apply to each source; see settings_of."""
+        """The data settings of each source: the values that the source sets replace those in `data`."""
         return [self.settings_of(part) for part in self.parts]
 
     @property
@@ -313,7 +316,7 @@ class DataSettings(SampleSettings):
         return self.worker_timeout_s / 5
 
     def settings_of(self, part: SampleSettings) -> DataSettings:
-        """Return these settings, with the values that one source sets for itself in place of the common ones."""
+        """Return the data settings of one source: the values that the source sets replace those in `data`."""
         if part is self:
             return self
         keys = {"image_key", "captions", "uids", "filter", "transforms"}

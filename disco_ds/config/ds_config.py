@@ -112,8 +112,8 @@ NEUTRAL: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "zero_optimization.compute_grad_norm": True,
 }
-"""Refused key -> the value that changes nothing and is therefore accepted. For refused keys that are
-not listed here, this value is false."""
+"""Refused key -> the value that changes nothing and is therefore accepted. Refused keys that are not listed here are
+accepted with the value false."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    """Return whether a refused key has a value that changes nothing."""
+    """Return whether `value` of the refused key `key` changes nothing, so that the key can be accepted."""
     if isinstance(value, dict):
         value = any(value.values())
     neutral = NEUTRAL.get(key, False)

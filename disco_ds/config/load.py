@@ -76,7 +76,7 @@ def _drop_removed(part: Any, keys: list[str], name: str, origin: str) -> None:
     """Delete a setting of REMOVED from the settings, in place.
 
     Args:
-        part: A part of the settings, on which the function calls itself for each of its parts.
+        part: The settings or, in a recursive call, a part of them.
         keys: Path from `part` to the setting.
         name: Dotted name of the setting, a key of REMOVED.
         origin: Where the settings come from, for error messages.
@@ -150,7 +150,7 @@ def _explain(key: str, item: Any) -> str:
 
 
 def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
-    """Return the fields of the group of settings at this path of keys."""
+    """Return the fields of a group of settings, such as the group at the path ("data", "remote")."""
     model: Any = Config
     for part in path:
         # data.sources and stages are tuples. All items of a tuple have the same fields, so skip the index.

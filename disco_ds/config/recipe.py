@@ -37,7 +37,7 @@ PUBLISHED_LR = 1e-3
 
 
 TAUGHT = ("clip", "disco", "disco_fused", "inf_cl", "siglip")
-"""Losses that learn from a teacher."""
+"""Names of the losses that can learn from a teacher."""
 
 
 StoredField = Annotated[str, Field(pattern=r"^[\w.-]+(\[[^\[\]]+\])*$")]
@@ -63,27 +63,31 @@ class TeacherSettings(Settings):
     """The teacher's weights, as in model.pretrained."""
     image: StoredField | None = None
     """Tar member that contains the stored embeddings of a sample's image, such as img.npy, or an array in a member,
-    such as npz[image_emb] or pth.gz[image_emb]. Set it, and teacher.text, instead of a model. An array [D] is used for
-    every augmentation of the image. An array [n, D] has a row for each of n augmentations: in epoch e, the run uses row
-    e mod n, and augments the image as that row's image was augmented (see teacher.replay)."""
+    such as npz[image_emb] or pth.gz[image_emb]. Set teacher.image and teacher.text instead of teacher.model. D is the
+    width of an embedding. An array of shape [D] is used for every augmentation of the image. An array of shape [n, D]
+    has a row for each of n augmentations. In epoch e, the run uses row e mod n, and gives the image the augmentation
+    that belongs to this row (see teacher.replay)."""
     text: StoredField | None = None
     """Tar member that contains the stored embeddings of a sample's captions, such as txt.npy, or an array in a member.
-    The array is [D] for a single caption, or [m, D] for the m captions that data.captions can produce. The rows are in
-    the order of the templates and, for a template with `[*]`, of the list's items."""
+    D is the width of an embedding. An array of shape [D] belongs to a single caption. An array of shape [m, D] has a
+    row for each of the m captions that data.captions can produce. The rows are in the order of the templates and, for a
+    template with `[*]`, in the order of the list's items."""
     replay: StoredField | None = None
     """Tar member that records the augmentation of each row of teacher.image in DataCompDR's format, such as
-    paug.json[param_aug]. The run repeats the augmentation with torchvision's operations. Null: the rows have the
-    augmentations of `disco-ds embed`."""
+    paug.json[param_aug]. The run repeats the augmentation with torchvision's operations. Null: the
+    rows belong to the augmentations that `disco-ds embed` makes."""
     widths: tuple[PositiveCount, ...] | None = None
     """Widths of several teachers' embeddings if each stored row concatenates them, such as [768, 768]. The embeddings
-    of each teacher are normalized, and the target is the mean of the teachers' softmaxes. Null: one teacher, with the
-    width of the first sample."""
+    of each teacher are normalized, and the target is the mean of the teachers' softmaxes. Null: one teacher.
+    The width is then that of the first sample's embedding."""
     scale: tuple[PositiveFloat, ...] | PositiveFloat = 100.0
-    """Logit scale for stored embeddings, or a list with the scale of each teacher. A model uses its learned scale."""
+    """Logit scale of stored embeddings, or a list with the logit scale of each teacher. A frozen model
+    uses the logit scale that it has learned."""
     bias: float | None = None
     """Logit bias of stored embeddings. loss.name=siglip needs it."""
     weight: float = Field(1.0, ge=0, le=1)
-    """Weight of the teacher's targets in the loss. The weight of the pairs is 1 - weight."""
+    """Weight of the teacher's soft targets in the loss. The targets that the data's pairs give have the weight
+    1 - weight."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> TeacherSettings:
@@ -311,9 +315,9 @@ class Config(Settings):
     """Stages of the run, which may differ in batch sizes, image size, patch dropout and crops. The
     last stage's `until` is the length of the run."""
     image_staging: Pixels = "device"
-    """Where the images of a step are kept between GradAccum's two forward passes. `device` keeps them
-    as uint8 in device memory. `host` keeps them as uint8 in pinned host memory; choose it if device memory
-    is short. `compressed` keeps them undecoded in the memory of the data workers, which decode them again
+    """Where the images of a step are kept between the first and the second forward pass of their micro-batches.
+    `device` keeps them as uint8 in device memory. `host` keeps them as uint8 in pinned host memory; choose it if device
+    memory is short. `compressed` keeps them undecoded in the memory of the data workers, which decode them again
     for the second pass; choose it if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """The run ends with an error if a collective operation or a phase of a step takes longer than
@@ -503,8 +507,11 @@ class Config(Settings):
     def at_sample(self, number: int) -> Config:
         """Return the settings of the stage that contains sample `number`, as settings of a run without stages.
 
-        That run ends when the stage ends. Samples are counted from 0. If this run has no stages, its settings are
+        The length in the returned settings is the end of the stage. If this run has no stages, its settings are
         returned unchanged.
+
+        Args:
+            number: Number of the sample in the whole run, from 0.
         """
         if not self.stages:
             return self
@@ -523,11 +530,11 @@ class Config(Settings):
 
     @property
     def stage_configs(self) -> list[Config]:
-        """The settings of each stage. If the run has no stages, the list contains only these settings."""
+        """The settings of each stage. If the run has no stages, the list contains only the settings of the run."""
         return [self.at_sample(stage.until - 1) for stage in self.stages] or [self]
 
     def with_samples(self, num_samples: int) -> Config:
-        """Return these settings. If the length of the run is given in epochs, convert it to samples.
+        """Return the settings. If they give the length of the run in epochs, convert it to samples.
 
         Args:
             num_samples: Number of samples in one epoch.

@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self._num_nodes = 0
         self._sizes: dict[int, int] = {}
-        """Number of nodes inside each node that has been read."""
+        """id(node) -> number of nodes in its subtree, including the node itself. Aliases count with their content."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event = self.peek_event()

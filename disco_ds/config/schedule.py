@@ -24,19 +24,22 @@ class Schedule:
     num_samples: int
     """Number of samples of the whole run."""
     warmup_batch: int
-    """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this size."""
+    """The recipe's global_batch when the run started, even if the first stage has another one.
+
+    optim.warmup_steps and optim.cooldown_steps count steps of this size.
+    """
     first_step: int = 0
     """Number of steps that were completed before the run was resumed or the current stage began; 0 for a new run."""
     first_samples: int = 0
-    """Number of samples in these first_step steps."""
+    """Number of samples in the first `first_step` steps of the run."""
     previous_batch: int = 0
-    """Number of samples in the last of these steps; 0 for a new run."""
+    """Number of samples in the last of the first `first_step` steps; 0 for a new run."""
 
     def samples(self, step: int) -> int:
-        """Return the number of samples that the run has seen after this step.
+        """Return the number of samples that the run has seen after its first `step` steps.
 
         Args:
-            step: From first_step - 1 to last_step.
+            step: Number of steps, from first_step - 1 to last_step.
         """
         done = step - self.first_step
         return self.first_samples + done * (self.global_batch if done > 0 else self.previous_batch)
@@ -52,7 +55,7 @@ def make_schedule(
         step: Number of completed steps.
         samples: Number of samples in the completed steps.
         previous_batch: Number of samples in the last completed step.
-        warmup_batch: Global batch at the start of the run; 0 for a new run, whose config has it.
+        warmup_batch: The recipe's global_batch when the run started; 0 for a new run, which uses config.global_batch.
 
     Raises:
         ValueError: If a stage would end in the middle of a step, or the run is shorter than its warmup and cooldown.
@@ -81,7 +84,7 @@ def make_schedule(
 
 
 def find_late(config: Config, num_steps: int | None, num_epochs: float | None) -> list[str]:
-    """Return a warning if no checkpoint is due before the end of the run, and one if no evaluation is.
+    """Return warnings: one if no checkpoint is due before the end of the run, and one if no evaluation is due.
 
     Args:
         config: Settings of the run.

@@ -12,7 +12,10 @@ import re
 
 _NAMES = r"[\w-]*(?:signature|\bsig|token|secret|passw|pwd|credential|authorization|cookie|api[-_]?key|access[-_]?key)"
 _QUERY = "key|auth|bearer|cred|hmac|jwt|pass|sas|session|session[-_]?id|ticket"
-"""A query parameter whose name ends in one of these is a credential. Elsewhere, these words have other meanings."""
+"""A URL's query parameter whose name ends in one of these words is a credential.
+
+Outside of a query, the words do not count, because they have other meanings there.
+"""
 _SCHEME = r"(?:bearer|basic|token)\s+"
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)

@@ -7,8 +7,8 @@ import string
 
 _MEMBER = r"[^\s{}\[\]!:|]+(\[[^{}\[\]|]+\])*"
 FIELD = re.compile(rf"{_MEMBER}(\|{_MEMBER})*")
-"""The content of a template field: the extension of a sample's member. For a JSON member, the keys of
-an entry may follow in brackets. Several alternatives may be separated by `|`."""
+"""Matches the content of a template field: the extension of a sample's tar member, such as txt. For a JSON member, the
+keys of an entry may follow in brackets. Several alternatives may be separated by `|`."""
 
 
 def check_template(template: str) -> str:

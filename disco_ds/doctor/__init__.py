@@ -2,7 +2,7 @@
 
 versions.py       installed packages
 recipe_checks.py  settings, loss, model, kernels and data, on this host
-samples.py        a few samples, as the model gets them, on this host
+samples.py        a few samples, in the form that the model gets, on this host
 hosts.py          runs folder, GPUs, and whether all hosts have the same software
 ranks.py          settings and one training step, on all ranks
 """
@@ -36,7 +36,7 @@ def examine(
     run: Callable[[], Iterable[Line]],
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> list[Line]:
-    """Run a check and collect its lines. An ok line is dropped if another line of the same name reports a problem.
+    """Run a check and return its lines. Drop an ok line if another line with the same `check` reports a problem.
 
     Args:
         check: Name of the check.

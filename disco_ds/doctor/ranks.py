@@ -33,22 +33,26 @@ _ROWS = 8
 _LR = 1000.0
 """Learning rate, chosen so large that the rounding of the weights is negligible compared with the update."""
 _MIN_TOLERANCE = 1e-5
-"""Lower bound of the tolerance. Above this bound, the tolerance is twice the relative error of a single
-process in the run's precision."""
+"""Lower bound of the tolerance for the relative errors of the gradient and of the loss.
+
+The tolerance is twice the relative error of the gradient that a single process computes in the run's precision.
+"""
 _MAX_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
-"""Upper bound of the tolerance for each precision. It keeps the tolerance from becoming too loose if the single
-process is itself wrong."""
+"""Precision -> upper bound of the tolerance for the relative errors of the gradient and of the loss.
+
+It keeps the tolerance from becoming too loose if the gradient of the single process is itself wrong.
+"""
 Result = tuple[Tensor, float]
 """The gradient of all trained parameters (flattened, float64, on the CPU) and the loss."""
 
 
 def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
-    """Run all checks of this file. Collective.
+    """Check the settings, the hosts and, if `gradients` is true, the gradient. Collective.
 
     Args:
         config: The recipe.
         ranks: World size.
-        first: Whether this is the first rank, which computes the reference gradient.
+        first: Whether this is the first rank. Only the first rank computes the reference gradient.
         gradients: Whether to check the gradient of a step.
     """
     # Compute the reference before the process group exists, so that it involves no communication.
@@ -155,14 +159,14 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 
 def _max_tolerance(small: Config) -> float:
-    """Return the upper bound of the tolerance: the larger of the bounds for the towers' and the loss's precision."""
+    """Return the larger of the bounds in _MAX_TOLERANCE for the precision of the towers and for that of the loss."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
     return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])
 
 
 def _step(small: Config, count: int) -> Result:
-    """Return the gradient and the loss of one update by the engine. Collective.
+    """Return the gradient and the loss of one step of the DeepSpeed engine. Collective.
 
     Args:
         small: Settings with a small model, as `shrink` returns them.
@@ -231,7 +235,7 @@ def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list
 
 
 def _read_weights(engine: Any) -> Tensor:
-    """Return all trained parameters, unpartitioned, from the fp32 master weights. Collective."""
+    """Return all trained parameters as one flat float64 tensor, read from the fp32 master weights. Collective."""
     read = safe_get_full_fp32_param if engine.zero_optimization_stage() else torch.Tensor.detach
     return _flatten([read(p) for p in engine.module.parameters() if p.requires_grad])
 

@@ -73,7 +73,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     Args:
         config: The recipe.
         ranks: World size.
-        ranks_here: Number of ranks on this host; 0 means one per device, or all ranks if there is no device.
+        ranks_here: Number of ranks on this host. 0 means one per device, or all ranks if this host has no device.
 
     Raises:
         ValueError: If the data cannot be opened, if data.slots does not fit the data or the ranks, if the cache cannot
@@ -104,7 +104,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
 
 
 def _compare(source: Manifest) -> Line:
-    """Compare the shards' sizes with the manifest, as a run does at its start."""
+    """Check that local shards have the file sizes in the manifest. A run makes this check at its start."""
     found = f"{plural(len(source.shards), 'shard')}, {plural(source.num_samples, 'sample')}"
     changed = find_changed(source)
     if changed:

@@ -1,4 +1,4 @@
-"""Check a few samples, as the model gets them: whether they can be read, and what they look like."""
+"""Check a few samples in the form that the model gets: whether they can be read, and what they look like."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ _NUM_READ = 32
 _NUM_FILTERED = 10_000
 """Number of samples of each source to which data.filter is applied."""
 _NUM_SHOWN = 24
-"""Number of samples that are drawn, and whose captions are encoded."""
+"""Number of samples that are shown in the picture, and whose captions are encoded."""
 _MIN_SAMPLES = 8
 """The doctor does not warn about captions if it has read fewer samples than this."""
 _MANY_FULL = 0.2
-"""The doctor warns if this fraction of the captions fill the context, because most of them were probably cut."""
+"""The doctor warns if at least this fraction of the captions has the maximum number of tokens.
+
+Most of these captions were probably cut.
+"""
 
 
 class Sample(NamedTuple):
@@ -49,9 +52,9 @@ class Sample(NamedTuple):
     image: Tensor
     """[3, H, W] uint8, before data.augment."""
     text: Tensor
-    """[L] int64, tokens."""
+    """[context length] int64, tokens."""
     caption: str
-    """Empty if the source generates tokens."""
+    """The caption as text. It is empty if the source generates tokens instead of text."""
     num_tokens: int
     """Number of tokens without padding."""
     id: int
@@ -88,7 +91,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
 
 
 def check_filter(config: Config, sources: Sequence[Source], num_samples: int) -> Iterator[Line]:
-    """Apply data.filter to the first samples of each source, and estimate a run's passes over the samples it keeps.
+    """Apply data.filter to the first samples of each source, and estimate how often the run uses each kept sample.
 
     Args:
         config: The recipe.
@@ -111,7 +114,7 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
 
 
 def find_kept(source: Source, settings: DataSettings) -> float:
-    """Return the fraction of the first samples of a source that pass data.uids and data.filter."""
+    """Return the fraction of the first _NUM_FILTERED samples of a source that pass data.uids and data.filter."""
     selection = Selection.load(settings.model_copy(update={"transforms": None}))
     if selection is None:
         return 1.0
@@ -130,13 +133,16 @@ def find_kept(source: Source, settings: DataSettings) -> float:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The recipe's model and tokenizer. The methods read, check and draw samples as this model gets them."""
+    """The recipe's model and tokenizer.
+
+    The methods read and check samples in the form that this model gets, and show them in a picture.
+    """
 
     config: Config
     model: Any
     tokenizer: Any
     stored: StoredEmbeddings | None = None
-    """Where a sample contains the stored embeddings of the recipe's teachers; None if it has none."""
+    """Tar members with the stored embeddings of a sample; None if the recipe does not use stored embeddings."""
 
     @classmethod
     def build(cls, config: Config) -> Inputs:
@@ -159,7 +165,7 @@ class Inputs:
             first_id: Id of the source's first sample.
 
         Returns:
-            The line that describes the samples, and those that could be read.
+            The result of the check, and the samples that could be read.
         """
         captions: list[str] = []
 
@@ -216,7 +222,7 @@ class Inputs:
             yield Line("fail", "features", f"{equal:.0%} {EQUAL_TEXTS}")
 
     def draw(self, samples: list[Sample], path: Path) -> None:
-        """Draw samples after augmentation, each with its caption and number of tokens."""
+        """Write a picture of samples after augmentation, each with its caption and number of tokens."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 9.5), layout="constrained")
@@ -243,7 +249,7 @@ def _describe(
         num: Number of samples that were tried.
         broken: Name of each broken sample, with the reason.
         dropped: Number of samples that the settings exclude.
-        samples: The other samples.
+        samples: Samples that are neither broken nor dropped.
     """
     found = f"{num} read, {len(broken)} broken"
     if dropped:

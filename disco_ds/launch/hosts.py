@@ -31,7 +31,7 @@ SSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 """Options that make ssh fail quickly if a host cannot be reached, and never ask for a password."""
 REACH_S = 6.0
-"""Seconds within which a host must answer."""
+"""A host that does not answer within this many seconds counts as unreachable."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses in seconds between attempts to reach lost hosts."""
 FIND = """
@@ -48,8 +48,11 @@ for process in psutil.process_iter():
         pass
 print(f"{launch}={found}")
 """
-"""Python program to run on a host. It sends a signal to the ranks of all attempts of a launch, and SIGKILL also to
-their launchers. It then prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
+"""Python program that sends a signal to the ranks of all attempts of a launch on the host where it runs.
+
+SIGKILL is also sent to the ranks' launchers. The program then prints LAUNCH=COUNT, where COUNT is the number of
+processes signaled.
+"""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -104,7 +107,10 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
 
 
 def _ask(command: Sequence[str]) -> str:
-    """Return what a command prints (a login shell may add lines), or "" if it takes longer than REACH_S."""
+    """Return the standard output of a command, to which a login shell may add lines.
+
+    If the command takes longer than REACH_S, the result is "".
+    """
     with suppress(subprocess.TimeoutExpired):
         return subprocess.run(
             command,
@@ -128,18 +134,22 @@ def wait_for_hosts(
     patience_s: float,
     stopped: Callable[[], bool],
 ) -> list[str] | None:
-    """Wait until all hosts, or enough of them, answer. Kill the processes of the launch that still run on them.
+    """Wait until enough hosts answer, and kill all processes of earlier attempts on them.
+
+    If at least `least` hosts answer, this function waits at most patience_s for the other hosts of the previous
+    attempt, and does not wait for any other host.
 
     Args:
         hosts: All hosts.
-        last: Hosts of the previous attempt. Once enough hosts answer, only these hosts are waited for.
+        last: Hosts of the previous attempt.
         launch: Id of the launch.
-        least: After patience_s, this many hosts are enough.
-        patience_s: How long to wait for all hosts of the previous attempt.
+        least: Minimum number of hosts for the next attempt.
+        patience_s: Seconds to wait for hosts of the previous attempt.
         stopped: Returns whether to stop waiting.
 
     Returns:
-        The hosts for the next attempt; None if too few hosts answer within half an hour, or if `stopped` returned true.
+        The hosts for the next attempt; None if fewer than `least` hosts answer within half an hour, or if `stopped`
+        returned true.
     """
     hosts = list(hosts)
     end = time.monotonic() + patience_s
@@ -170,7 +180,7 @@ def wait_for_hosts(
 def narrow(
     args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
 ) -> Iterator[argparse.Namespace]:
-    """Change the arguments of a launch so that it uses only some of its hosts.
+    """Yield the arguments with which a launch uses only the given hosts.
 
     Args:
         args: The command's arguments.
@@ -179,7 +189,8 @@ def narrow(
         hosts: The hosts to use.
 
     Yields:
-        The changed arguments. They name a temporary hostfile, which is removed at the end of the `with` block.
+        `args` itself if all hosts are used. Otherwise, a changed copy. It names a temporary hostfile, which is removed
+        at the end of the `with` block.
     """
     if len(hosts) == len(slots):
         yield args

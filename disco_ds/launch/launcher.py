@@ -59,20 +59,23 @@ NAMING_S = 18.0
 CUT_OFF = 255
 """Exit code of ssh for a lost connection."""
 CUT_OFF_S = 2.0
-"""Used instead of NAMING_S if ssh lost the connection, because ssh has already waited up to 20 s by then."""
+"""If ssh has lost the connection to a host, the ranks on the other hosts have this many seconds to name the lost rank.
+
+They have less time than NAMING_S, because ssh has already waited up to 20 s before it reports a lost connection.
+"""
 KILLED_S = 120.0
-"""After SIGKILL, wait at most this many seconds until no rank is left."""
+"""After SIGKILL, wait at most this many seconds for all ranks to exit."""
 ASK_EVERY_S = 5.0
 """Seconds between two SIGTERMs to ranks that were asked to stop."""
 ONE_SIGNAL_S = 2.0
 """Signals that follow each other within this many seconds count as one signal."""
 MAX_STUCK = 2
-"""The launch gives up after this many restarts in a row without a new checkpoint."""
+"""The launch fails after this many restarts in a row without a new checkpoint."""
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed by signal)")
 """The line that pdsh prints when ssh to a host fails or is killed, or when the launcher on that host fails.
 
-Group 1 is the host. Group 2 is the exit code: CUT_OFF if ssh lost the connection, otherwise that of the launcher. It is
-missing if ssh was killed.
+Group 1 is the host. Group 2 is missing if ssh was killed. Otherwise, it is the exit code: CUT_OFF if ssh lost the
+connection, or the exit code of the launcher on that host.
 """
 
 
@@ -86,7 +89,8 @@ class Signals:
         self.count = 0
         self._last = -ONE_SIGNAL_S
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # for example SIGHUP under nohup
+            # Leave ignored signals ignored, such as SIGHUP under nohup.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -109,7 +113,7 @@ def supervise(
         signals: The signals that this process has received.
 
     Returns:
-        The exit code; see `run`.
+        The exit code of the command. The docstring of `run` lists the codes.
     """
     resume = args.resume
     folder = None
@@ -307,9 +311,10 @@ def find_run(places: Sequence[Path], attempt_id: str) -> tuple[Path | None, int 
 
 
 def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
-    """Return the exit code of an attempt: 0 if the run is finished, otherwise the code that the ranks agreed on.
+    """Return the exit code of an attempt.
 
-    If the ranks did not agree on a code, it is 2 or 3 if a launcher ended with that code, otherwise 1.
+    It is 0 if the run is finished. Otherwise, it is the code that the ranks agreed on. Without such a code, it is 2 if
+    a launcher ended with code 2, 3 if a launcher ended with code 3, and 1 in all other cases.
 
     Args:
         folder: The run folder, if there is one.
@@ -331,7 +336,7 @@ def newest_checkpoint(folder: Path | None) -> str:
 
 
 def describe_cpu() -> str | None:
-    """Describe how many ranks deepspeed starts on this host, if the host has no NVIDIA GPU."""
+    """Describe how many ranks deepspeed starts on this host; None if the host has an NVIDIA GPU."""
     if Path("/proc/driver/nvidia/version").exists():
         return None
     # deepspeed asks numactl. Without it, deepspeed starts one rank.

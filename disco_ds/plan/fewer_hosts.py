@@ -10,7 +10,7 @@ from disco_ds.data.sources.load import count_slots, load_sources
 
 
 def possible_ranks(slots: Sequence[int], at_least: int) -> list[int]:
-    """Return every total number of ranks that `at_least` or more of the hosts can have.
+    """Return every total number of ranks on any selection of `at_least` or more hosts.
 
     Args:
         slots: Number of ranks on each host.
@@ -34,9 +34,9 @@ def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int) -> st
         The numbers of ranks that the run may continue on, as text.
 
     Raises:
-        ValueError: If the batch or the slots of the data order cannot be divided evenly among one of
-            these numbers of ranks (the message has the required multiples), if the ds_config does not allow a
-            change of the number of ranks, or if the data cannot be opened.
+        ValueError: If the global batch or data.slots cannot be divided evenly among one of these numbers of ranks (the
+            message contains the required multiples), if the ds_config does not allow a change of the number of ranks,
+            or if the data cannot be opened.
     """
     if config.ranks not in (None, sum(slots)):
         config.num_micro_batches(sum(slots))  # raises: the recipe is for another number of ranks

@@ -23,10 +23,10 @@ Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
-If the global batch is kept, the sizes between the first and the last that divide a rank's samples per step are tried
-instead. Only the smallest and the largest size are traced; between them, the towers' memory is interpolated. The
-interpolated memory is never too low: at each moment of a step, memory is linear in the size, so the peak is a maximum
-of linear functions. It is convex, and a line between two of its points never lies below it.
+If the global batch is kept, the search instead tries all sizes from the first to the last that divide a rank's samples
+per step. Only the smallest and the largest size are traced. For sizes between them, the towers' memory is interpolated
+linearly. The interpolated memory is never too low: at each moment of a step, memory is linear in the size, so the peak
+is a maximum of linear functions. Such a maximum is convex, so it never exceeds the interpolation.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
@@ -35,8 +35,10 @@ ENOUGH = 0.9
 Of all accepted settings, it takes the fastest: those with the least time per sample or, if the GPU's rates are unknown,
 the fewest FLOPs per sample."""
 TIE = 1.02
-"""Of settings that are slower than the fastest by at most this factor, `fit` takes those with the fewest changes to the
-recipe."""
+"""`fit` accepts settings that are slower than the fastest by at most this factor.
+
+Of all accepted settings, it takes those with the fewest changes to the recipe.
+"""
 
 
 def fit(
@@ -58,8 +60,9 @@ def fit(
         gpu: The kind of GPU.
         host_gib: Memory of each host in GiB, which limits the images and everything else that the plan places on a
             host. None: the images stay on the GPU, and host memory is not limited.
-        assumed: Assumptions of the plan; see Assumptions.
-        batch: "same": the recipe's global batch. "largest": the largest one that fits; see ENOUGH.
+        assumed: Assumptions of the plan.
+        batch: "same": keep the recipe's global batch. "largest": find the largest one that fits, or a batch of at least
+            ENOUGH times this size if it is faster.
 
     Returns:
         The recipe with the settings that were found, and what its towers need for a micro-batch.
@@ -80,7 +83,7 @@ def fit(
     places = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
 
     def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
-        """Return the recipe with K micro-batches of m samples per rank, at a ZeRO stage."""
+        """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
@@ -135,7 +138,7 @@ def fit(
 
 
 def with_stage(config: Config, level: int) -> Config:
-    """Return the recipe at a ZeRO stage."""
+    """Return the recipe with ZeRO stage `level`."""
     if level == zero_stage(config.deepspeed):
         return config
     changes = {"zero_optimization": {"stage": level}}
@@ -143,7 +146,7 @@ def with_stage(config: Config, level: int) -> Config:
 
 
 def list_changes(before: Config, after: Config) -> list[str]:
-    """Return the settings that `fit` has changed, as overrides."""
+    """Return the settings that `fit` has changed, as overrides such as "micro_batch=256"."""
     old, new = (
         {
             "micro_batch": config.micro_batch,

@@ -1,7 +1,7 @@
 """Predict the cost of each registered loss: memory, FLOPs, and bytes received from other ranks.
 
 tests/plan/test_plan_losses.py compares the memory with measurements. Every registered loss must be
-listed here; custom losses have a method `cost`.
+listed in this module. A custom loss predicts its cost in a method `cost`.
 """
 
 # b: samples per rank; N: number of ranks; B = N b; D: width of the features, which are fp32
@@ -90,7 +90,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
 
     Returns:
         The number of matrix products of size b x B x D; the number of B x D tensors of features that a rank receives;
-        and the number of such tensors of gradients. None if the loss is unknown.
+        and the number of B x D tensors of gradients that it receives. For an unknown loss, the result is None.
     """
     match loss:
         case FullMatrixLoss():
@@ -113,14 +113,15 @@ def loss_peak(
 ) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
 
-    For tiled losses, it is exact except for vectors, each of which takes at most 8 bytes per row or column.
+    For tiled losses, the matrices are counted exactly, but the vectors are estimated. Each vector takes at most 8 bytes
+    per row or column.
 
     Args:
         loss: The loss.
         b: Samples per rank.
         N: Number of ranks.
         D: Width of the features.
-        device: Where the loss would run, which decides the tiles.
+        device: Device on which the loss would run. The size of the tiles depends on it.
         teacher_width: Width of the teacher's features; 0 if there is no teacher.
     """
     B, T = N * b, teacher_width
@@ -141,7 +142,8 @@ def loss_peak(
     itemsize, sent = _itemsizes(loss, device)
     views = isinstance(loss, NTXentLoss)
     ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
-    # Bytes per element of a b x D tensor. The features are fp32, so they are copied only if they are rounded.
+    # Bytes per element of the copies of the rows and of the columns; 0 if there is no copy. The features are fp32, so
+    # they are copied only if they are rounded.
     rows = 0 if tiling.precision == "fp32" else itemsize
     columns = sent if rows or loss.comm_dtype else 0
     if ring:

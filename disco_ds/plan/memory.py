@@ -38,26 +38,26 @@ ALLREDUCE = 500_000_000
 
 @dataclass(frozen=True)
 class Memory:
-    """Planned memory by part."""
+    """Planned memory of a GPU and of a host, by part."""
 
     moments: dict[str, dict[str, int]]
-    """Moment of the step -> part -> bytes of a GPU."""
+    """Moment of a step (forward, loss, backward or update) -> part in PARTS -> bytes of a GPU."""
     host: dict[str, int]
-    """Part -> bytes of the host, for one rank."""
+    """Part, such as "pixels, in buffers" -> bytes of the host that one rank needs."""
 
     @property
     def peak(self) -> str:
-        """The moment that needs the most memory."""
+        """The moment of a step at which a GPU needs the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part at the peak."""
+        """Part -> bytes of a GPU at the moment with the most memory."""
         return self.moments[self.peak]
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Bytes of a GPU at the moment with the most memory."""
         return sum(self.parts.values())
 
 
@@ -123,6 +123,10 @@ def plan_memory(
 def known_samples(config: Config, given: int | None) -> int:
     """Return the number of samples in the data, or 0 if it is unknown and the loss does not need it.
 
+    Args:
+        config: The recipe.
+        given: The number that was given or counted; None if there is none.
+
     Raises:
         ValueError: If the loss needs the number and it is unknown.
     """
@@ -142,7 +146,7 @@ def _plan_engine(
     """Predict the memory of the DeepSpeed engine.
 
     Returns:
-        Moment of the step -> part -> bytes of the GPU, and part -> bytes of the host.
+        For the GPU: moment of a step -> part -> bytes. For the host: part -> bytes.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -220,15 +224,15 @@ def _plan_engine(
 def count_moments(optim: OptimSettings) -> int:
     """Return how many numbers are kept for each trained element: optimizer states, and the average of optim.ema.
 
-    Two states are counted for custom optimizers, and for Muon, although it keeps only one for each element of the
-    hidden matrices.
+    For a custom optimizer, two states are assumed. For Muon, two are counted for every element, although it keeps only
+    one for the elements of hidden matrices.
     """
     moments = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
     return (2 if optim.factory else moments[optim.name]) + (optim.ema is not None)
 
 
 def _is_offloaded(settings: Any) -> bool:
-    """Return whether these settings, offload_param or offload_optimizer, offload to the host."""
+    """Return whether DeepSpeed's offload_param or offload_optimizer settings offload to the host."""
     return getattr(settings, "device", "none") == "cpu"
 
 

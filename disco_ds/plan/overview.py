@@ -21,29 +21,29 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe, with the changes that a search has chosen."""
+    """The recipe, including the settings that the search of plan_run has found."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
     memory: Memory
     speed: Speed | None
-    """None if the GPU's rates are unknown."""
+    """Times of a step; None if the GPU's FLOP/s or the bandwidth of its link is unknown."""
     towers: Towers
     """What the towers need for a micro-batch."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits in the memory of the GPU."""
+        """Whether the predicted peak memory fits in the memory of the GPU."""
         return self.memory.total <= self.gpu.gib * GIB
 
     @property
     def ranks_per_host(self) -> int:
-        """The number of ranks on a full host."""
+        """The number of ranks on a host: one for each of its GPUs, but not more than the run has."""
         return min(self.ranks, self.assumed.per_host)
 
     @property
     def host_bytes(self) -> int:
-        """Memory of a host for all its ranks, without Python and its libraries."""
+        """Bytes of host memory that the ranks on one host need together, without Python and its libraries."""
         return self.ranks_per_host * sum(self.memory.host.values())
 
 
@@ -61,9 +61,9 @@ def plan_run(
         config: The recipe.
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
-        assumed: Assumptions of the plan; see Assumptions.
-        search: "same" searches for the fastest settings for the recipe's global batch, and "largest" for those of the
-            largest batch that fits; see `disco_ds.plan.fit`. None plans the recipe as it is.
+        assumed: Assumptions of the plan. None: the defaults of Assumptions.
+        search: None plans the recipe as it is. "same" searches for the fastest settings for the recipe's global batch.
+            "largest" searches for the largest global batch that fits, or for a slightly smaller one that is faster.
         host_gib: Memory of a host in GiB. If it is given, the search also varies image_staging.
 
     Raises:
@@ -100,8 +100,8 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
     """Find the lowest ZeRO stage at which the recipe fits. Lower stages have fewer collectives and fewer kernels.
 
     Returns:
-        The stage, and the time of the recipe's step divided by the time of a step at that stage (None if the times are
-        unknown). If the recipe fits at no stage, the result is None.
+        The stage, and the time of the recipe's step divided by the time of a step at that stage. This ratio is None if
+        the times are unknown. If the recipe fits at no stage, the result is None instead of a tuple.
     """
     for level in range(4):
         config = with_stage(made.config, level)
@@ -115,7 +115,10 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
 
 
 def count_samples(config: Config) -> tuple[int | None, int]:
-    """Return the number of samples in the data and in an epoch, or (None, 0) if this machine cannot read the data."""
+    """Return the number of samples in the data and the number of samples in an epoch.
+
+    If this machine cannot read the data, the result is (None, 0).
+    """
     # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
     if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
         return None, 0

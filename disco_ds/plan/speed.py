@@ -4,9 +4,10 @@ The default rates are fitted to measured steps (tests/plan/test_measured_steps.p
 ViT-B/32 and ViT-B/16, and 0.385 to two steps of compiled ViT-L/14. The factor EAGER is fitted to one step of each of
 these models without compilation.
 
-With overlap_comm, gradients are reduced during the backward pass. Only those that are left at its end, at least one
-bucket, are reduced after it. At ZeRO 3, parameters are also gathered during the forward and backward passes. All other
-communication is assumed not to overlap with computation, and overlap is assumed to slow down neither of them.
+With overlap_comm, gradients are reduced during the backward pass. Only those that have not been reduced by its end, at
+least one bucket, are reduced after it. At ZeRO 3, parameters are also gathered during the forward and backward passes.
+All other communication is assumed not to overlap with computation. Overlapping communication and computation are
+assumed not to slow each other.
 
 Not counted: waiting for data, stragglers, latencies, the optimizer's computation, and in the first step the tuning of
 the loss's kernels and the compilation of the towers.
@@ -26,17 +27,23 @@ from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 
 RATES = {"ViT-B-32": 0.33, "ViT-B-16": 0.33, "ViT-L-14": 0.385}
-"""Fraction of the GPU's nominal 16-bit FLOP/s that compiled towers reached in autocast."""
+"""Model name -> fraction of the GPU's nominal 16-bit FLOP/s that its compiled towers reached in autocast."""
 MEASURED_ON = ("H100-80G", "H200")
-"""GPUs on which the rates were measured."""
+"""GPUs on which RATES was measured."""
 EAGER = 0.78
-"""Rate of towers that are not compiled, relative to compiled ones."""
+"""FLOP/s of towers that are not compiled, as a fraction of the FLOP/s of compiled towers."""
 OTHER_RATE = 0.33
-"""Guess for other models. It is multiplied by EAGER if the towers are not compiled."""
+"""Guess of the rate of models that are not in RATES. It is multiplied by EAGER if the towers are not compiled."""
 OPEN_CLIP_RATE = 0.2
-"""Guess for model.towers=open_clip: DisCo-CLIP's Table 4 gives 0.19 for ViT-B/32 on A100s."""
+"""Guess of the fraction of the GPU's FLOP/s that the towers reach with model.towers=open_clip.
+
+DisCo-CLIP's Table 4 gives 0.19 for ViT-B/32 on A100s.
+"""
 LOSS_RATE = 0.38
-"""Guess for the tiled losses: on one H200, disco_fused reached 0.39 and siglip 0.48 (docs/results.md)."""
+"""Guess of the fraction of the GPU's FLOP/s that the tiled losses reach.
+
+On one H200, disco_fused reached 0.39 and siglip 0.48 (docs/results.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Speed:
     rate: float
     """Fraction of the GPU's FLOP/s that the towers are assumed to reach."""
     source: str
-    """Where this fraction comes from."""
+    """Where `rate` comes from, for the plan's text output."""
 
     @property
     def step_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The number of tokens per text, for planning with text towers that do not compute padding."""
+"""The number of tokens per text, for planning with text towers that skip padding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ NUM_CAPTIONS = 1000
 """Number of captions that are read, evenly spaced over at most NUM_SHARDS shards."""
 NUM_SHARDS = 10
 ERRORS = 6
-"""Memory is planned for a micro-batch whose texts have a mean length this many standard errors above that of all
-texts."""
+"""Memory is planned for a micro-batch of long texts.
+
+The mean number of tokens in this micro-batch is this many standard errors above the mean of all texts.
+"""
 
 
 def read_text_tokens(
@@ -35,9 +37,9 @@ def read_text_tokens(
 
     Args:
         config: The recipe.
-        assumed: Returned unchanged if it already has the number or if the shards cannot be read. If a GPU would compute
-            the padding of the texts (see is_packed), it is returned without the number.
-        build: Builds the recipe's model. Its parameters need no values.
+        assumed: The assumptions to complete. They are returned unchanged if they already have the number or if the
+            shards cannot be read. If a GPU would compute the padding of the texts, the number is removed.
+        build: Builds the recipe's model. Fake parameters without values suffice.
     """
     if assumed.text_tokens is not None:
         return assumed if is_packed(config, build(config)) else replace(assumed, text_tokens=None)
@@ -70,9 +72,9 @@ def read_text_tokens(
 
 
 def is_packed(config: Config, model: Any) -> bool:
-    """Return whether a GPU computes only the tokens of each text that the model needs.
+    """Return whether the text tower skips the padding of every text on a GPU.
 
-    Cutting texts to the longest one of a micro-batch does not count, because one of many texts is usually long.
+    Trimming a micro-batch to its longest text does not count, because among many texts one is usually long.
     """
     is_short = read_text_size(model)[0] <= MAX_ROWS
     is_exact = precision(config.deepspeed) == "fp32"
@@ -81,7 +83,7 @@ def is_packed(config: Config, model: Any) -> bool:
 
 
 def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
-    """Return the number of tokens of up to `num` captions of a source."""
+    """Read up to `num` captions of a source, and return the number of tokens of each."""
     lengths = []
     last = len(source.sizes) - 1
     shards = sorted({i * last // max(NUM_SHARDS - 1, 1) for i in range(NUM_SHARDS)})
@@ -96,7 +98,17 @@ def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
 
 
 def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
-    """Return the number of tokens of each text, [m], in the micro-batch for which memory is planned."""
+    """Choose the text lengths for which the memory of a micro-batch is planned.
+
+    Args:
+        assumed: The mean and the standard deviation of the number of tokens. Without a mean, all texts have the maximum
+            number of tokens.
+        m: Number of texts in the micro-batch.
+        context: Maximum number of tokens of a text.
+
+    Returns:
+        [m] integers, the number of tokens of each text.
+    """
     if assumed.text_tokens is None:
         return np.full(m, context)
     deviation = assumed.text_deviation

@@ -50,7 +50,7 @@ Watch = Callable[[str], AbstractContextManager[None]]
 class Towers:
     """What the towers need for one micro-batch: memory, and FLOPs of matrix multiplications.
 
-    The byte counts do not include the parameters, their gradients or the uint8 pixels.
+    The bytes of the passes do not include the parameters, their gradients or the uint8 pixels.
     """
 
     replay: int
@@ -58,13 +58,13 @@ class Towers:
     forward: int
     """Peak bytes of the forward pass with an autograd graph."""
     held: int
-    """Bytes that the graph holds until the backward pass."""
+    """Bytes that the autograd graph holds between the forward and the backward pass."""
     backward: int
     """Peak bytes of the backward pass."""
     replay_flops: int
-    """FLOPs of the forward pass without a graph."""
+    """FLOPs of the forward pass without an autograd graph."""
     flops: int
-    """FLOPs of the forward pass with a graph and of the backward pass, including recomputation."""
+    """FLOPs of the forward pass with an autograd graph and of the backward pass, including recomputation."""
     trained: int
     """Number of trained parameters."""
     frozen: int
@@ -81,7 +81,7 @@ class Towers:
     """Width of the teacher's features."""
 
     def interpolate(self, other: Towers, fraction: float) -> Towers:
-        """Interpolate linearly between these values (fraction = 0) and those of `other` (fraction = 1). Round up."""
+        """Interpolate linearly between the values of self (fraction = 0) and of `other` (fraction = 1). Round up."""
         values = zip(astuple(self), astuple(other), strict=True)
         return Towers(*(math.ceil(a + fraction * (b - a)) for a, b in values))
 
@@ -148,7 +148,8 @@ def run_passes(
         kind: Precision of the run: autocast, bf16, fp16 or fp32.
         batch: The micro-batch.
         settings: Settings of data.augment.
-        watch: Called with the field of Towers that the next pass measures. The pass runs in the returned context.
+        watch: Called before each pass with the name of the field of Towers that the pass measures. The pass runs in
+            the context manager that this function returns.
 
     Returns:
         The width of the features.
@@ -241,8 +242,8 @@ def trace(
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
-        assumed: Assumptions about the number of tokens of a text. Memory is traced for long texts (see plan_lengths),
-            and FLOPs for texts of the mean length.
+        assumed: Assumptions about the number of tokens of a text. Memory is traced for texts that are longer than the
+            mean (plan_lengths in text_tokens.py chooses their lengths), and FLOPs for texts of the mean length.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -275,7 +276,7 @@ def build_fake_model(config: Config) -> Any:
     """Build the recipe's model from fake tensors, which have shapes but no values.
 
     Raises:
-        ValueError: If the model cannot be built in this way.
+        ValueError: If the model cannot be built from fake tensors.
     """
     with _explained(config), _fake(like_gpu=False):
         return prepare_model(config)
@@ -283,7 +284,7 @@ def build_fake_model(config: Config) -> Any:
 
 @contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Replace any error of the block by a ValueError that names the model. A ValueError is raised unchanged."""
+    """Turn any error inside the `with` block into a ValueError that names the model. A ValueError is not changed."""
     try:
         yield
     except ValueError:
@@ -333,7 +334,10 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
 
 @contextmanager
 def _fake(like_gpu: bool) -> Iterator[None]:
-    """Make every tensor that the block creates a fake tensor, and keep these tensors out of caches."""
+    """Make every tensor that is created inside the `with` block a fake tensor.
+
+    The cache of pixel_affine is cleared before and after the block, so that it never mixes fake and real tensors.
+    """
     pixel_affine.cache_clear()
     try:
         with ExitStack() as stack:
@@ -350,7 +354,7 @@ def _fake(like_gpu: bool) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace an attribute of a torch module or class during this block."""
+    """Replace an attribute of a torch module or class inside the `with` block."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -360,7 +364,10 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a norm function so that it runs as under autocast on a GPU: on an fp32 copy, which the graph holds."""
+    """Wrap a norm function so that, under autocast on a CPU, it takes as much memory as under autocast on a GPU.
+
+    The wrapped function converts its input to an fp32 copy, which the autograd graph holds.
+    """
 
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
