@@ -23,7 +23,7 @@ from disco_ds.config.text_file import read_text, write_text
 logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
-"""Folder name of a complete checkpoint."""
+"""Matches the folder name of a complete checkpoint."""
 META = "checkpoint.json"
 """A file that every complete checkpoint contains."""
 CONFIG = "config.yaml"
@@ -111,8 +111,8 @@ def find_newest(runs: Path, name: str) -> Path | None:
 
     Newer folders without a checkpoint are passed over with a warning. If no folder is left, the result is None.
 
-    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. Without a readable
-    config.yaml, the folder is not considered.
+    Only folders whose config.yaml contains this name are considered: the folder a-2 may belong to the second run named
+    a, or to the first run named a-2.
     """
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = []
@@ -157,9 +157,9 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file in a folder, so that each rank can check whether it sees the same folder.
+    """Make an empty file in a folder and return its path. A rank that sees the file sees the same folder.
 
-    The file's name is random, because NFS caches the answer that a file does not exist.
+    The file's name is random, because NFS may have cached that a file with a fixed name does not exist.
     """
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
@@ -167,7 +167,7 @@ def make_token(path: Path) -> Path:
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:
-    """Write finished.json.
+    """Write finished.json with the content `record`. It marks the run in this folder as complete.
 
     Raises:
         OSError: If the file cannot be written.
