@@ -84,6 +84,11 @@ def compile_kernel(
     """Compile a kernel with the types, alignment and flags with which triton_tiles.py launches it for a large tile.
 
     Args:
+        variant: A key of VARIANTS.
+        precision: Precision of the matrix products.
+        D: Width of the rows.
+        config: Block sizes, numbers of warps and stages, and flags.
+        arch: Architecture of the GPU, such as 90.
         strided: Whether the rows are neither contiguous nor aligned.
 
     Raises:
@@ -214,7 +219,7 @@ def main() -> int:
 
 
 def show(variant: str, precision: str, D: int, config: triton.Config, arch: int) -> bool:
-    """Compile a kernel, print a line of the table, and return whether it compiled."""
+    """Compile a kernel, print its line of the table, and return whether it compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
     block += " p" * sizes.get("PERSISTENT", False)
