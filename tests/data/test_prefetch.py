@@ -1,4 +1,4 @@
-"""Prefetching of remote shards: the most urgent first, within the cache, and without disturbing readers."""
+"""Prefetching of remote shards fetches the most urgent shard first, fits the cache, and does not disturb readers."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(
 def test_shard_that_is_just_complete_and_still_locked_is_waited_for(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """This is the state between the renaming and the release of the lock."""
+    """A fetch first renames the complete file and then releases its lock. This is the state in between."""
     cache = open_cache(
         shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9
     )

@@ -1,4 +1,4 @@
-"""Lists of shards with braces, permission to read remote shards, and the disk space that these need."""
+"""Remote shards: lists of shards with braces, permission to read, and the disk space that the cache needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on one host reports each problem in a line of its own."""
+"""`disco-ds doctor` on one host reports each problem in a separate line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that compute their gradient in forward: gradients of 16-bit leaves, and refused calls of backward."""
+"""Losses that compute their gradient in forward: gradients of 16-bit inputs, and calls of backward that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy of 16-bit factors: the limits in docs/exactness.md, and the range of fp16 weights."""
+"""Accuracy of losses that multiply 16-bit matrices: the limits in docs/exactness.md, and the range of fp16 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, and the command."""
+"""`disco-ds plan`: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""contrastive_step in custom loops: the gradient is that of the full batch, with every engine and with dropout."""
+"""contrastive_step in custom loops computes the gradient of the full batch, with every engine and with dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step applies the full-batch gradient of one process, at any number of ranks, micro-batches, stage and precision."""
+"""A step applies the full-batch gradient of one process, for all ranks, micro-batches, ZeRO stages and precisions."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) ->
 
 
 def test_step_equals_single_process(tmp_path):
-    """Every stage with GradAccum, dropout and clipping; every loss; locked towers; buckets reduced during backward."""
+    """The cases: every ZeRO stage with GradAccum, dropout and clipping; other losses; activation checkpointing; locked
+    towers; two views; gradients that are reduced in several buckets during backward."""
     pairs = (("autocast", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3))
     losses = zip(OTHER_LOSSES, (1, 3, 2, 0), strict=True)
     groups: list[Group] = [
@@ -190,7 +191,8 @@ def test_step_equals_single_process(tmp_path):
 
 
 BUCKETS = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
-"""With one micro-batch gradients are reduced during backward; the largest parameters do not fit into a bucket."""
+"""A small bucket. With one micro-batch, gradients are then reduced during backward. The largest parameters do not fit
+into a bucket."""
 
 
 OVERLAP = [("fp32", stage, count, True, "disco") for stage in (1, 2) for count in (1, 3)]
