@@ -177,7 +177,7 @@ def test_import_that_breaks_a_rule_is_found(name: str, source: str, words: str) 
 
 
 def test_modules_import_in_no_circle() -> None:
-    """This includes imports within a room, and imports inside functions."""
+    """Imports within a room and imports inside functions count too."""
     sources = modules()
     graph = {}
     for name, source in sources.items():

@@ -127,7 +127,7 @@ print([line.found for line in check_versions() if line.status == "fail"])
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_path: Path) -> None:
-    """The environment shares this one's packages, except those of which open_clip_train needs other versions."""
+    """The test environment has the packages of this one, except those of which open_clip_train needs other versions."""
     write_shards(tmp_path / "shards", [8])
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)

@@ -73,7 +73,7 @@ def read_form(model: nn.Module, tokenizer: Any) -> SampleForm:
 
 
 def in_precision(module: nn.Module, kind: str) -> nn.Module:
-    """Make a model compute in the precision in which a DeepSpeed engine with these settings would train it.
+    """Make a model compute like the model of a DeepSpeed engine that trains at this precision.
 
     Args:
         module: The model. It is changed in place.

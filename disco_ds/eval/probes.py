@@ -25,9 +25,9 @@ _VALIDATION = 5
 """One in this many training images is held out to choose LogisticRegression's C."""
 _ITERATIONS = 1000
 _TOLERANCE = 1e-4
-"""scikit-learn's default tolerance: training stops when the gradient is smaller. train_linear divides it by the number
-of classes, because more classes make the gradient smaller. With 1,000 classes, even the first gradient is below 1e-4,
-so nothing would be trained."""
+"""scikit-learn's default tolerance: training stops when the gradient is smaller than this. train_linear divides it by
+the number of classes, because more classes make the gradient smaller. With 1,000 classes, even the first gradient is
+below 1e-4, so nothing would be trained."""
 
 
 def probe(encoder: Encoder, images: ImageSet) -> Result:

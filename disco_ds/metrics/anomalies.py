@@ -228,7 +228,7 @@ def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:
         features: Unit rows, one for each text.
 
     Returns:
-        The fraction of the pairs with different tokens that have equal features: 0-d fp32. It is 0 if no tokens differ.
+        Of the compared pairs with different tokens, the fraction with equal features: 0-d fp32. 0 without such pairs.
     """
     differs = (tokens[1:] != tokens[:-1]).any(dim=1)
     is_equal = (features[1:] - features[:-1]).abs().amax(dim=1) < EQUAL_FEATURES
@@ -261,7 +261,7 @@ def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
 
 
 def effective_rank(rows: Tensor) -> Tensor:
-    """Compute the effective rank of a matrix: exp of the entropy of its singular values, divided by their sum. 0-d.
+    """Compute the effective rank, 0-d: exp of the entropy of the singular values after scaling them to a sum of 1.
 
     Source: Roy and Vetterli 2007; RankMe, equation 1.
     """

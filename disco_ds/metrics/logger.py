@@ -210,7 +210,7 @@ class MetricsLogger:
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
     """Hide TensorBoard's points after `samples`, because the resumed run will write them again.
 
-    Points at `samples` stay. The resumed run repeats the evaluation at `samples`, so its points appear twice.
+    Points at `samples` stay. The resumed run repeats the evaluation at `samples`, so its points are shown twice.
 
     Args:
         monitor: The monitor of the DeepSpeed engine.

@@ -285,7 +285,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
 
 
 def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
-    """Tokenize, and count calls in a file. After three calls (a micro-batch), wait until the test creates `open`."""
+    """Tokenize, and count the calls in a file. After three calls (a micro-batch), wait for the file `open`."""
     with (folder / "calls").open("ab") as file:
         file.write(b".")
     while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():

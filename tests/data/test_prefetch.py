@@ -37,7 +37,7 @@ def shards(tmp_path: Path) -> Manifest:
 
 
 def read_on(order: DataOrder, slot: int, epoch: int, offset: int, num: int) -> list[int]:
-    """List the shards of the slot's next samples, from a cursor on."""
+    """List the shards of the slot's next `num` samples, beginning at an offset in an epoch."""
     found = []
     for _ in range(num):
         epoch, offset = order.settle(slot, epoch, offset)

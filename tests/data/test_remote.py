@@ -231,7 +231,7 @@ def name_many(many: tuple[Manifest, Server], cache: Path, **changes: Any) -> Dat
 
 
 def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: int = 1) -> float:
-    """Read an epoch on one of `size` hosts. Return how many bytes it fetches for each byte that it uses."""
+    """Read an epoch on one of `size` hosts. Return how many bytes this host fetches for each byte that it uses."""
     shards, server = many
     steps = SAMPLES * NUM_SHARDS // BATCH
     server.asked.clear()

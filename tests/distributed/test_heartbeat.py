@@ -78,7 +78,7 @@ def misbehave(kind: str) -> None:
 
 
 class Ranks:
-    """A group of ranks that step together until something happens."""
+    """A group of ranks that take steps together until the test sends a signal or a rank fails."""
 
     def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
         self.folder = folder / (kind or "steps")
@@ -298,5 +298,5 @@ def count_comparisons(timeout_s: float) -> int:
 
 
 def test_heartbeats_of_all_ranks_are_read_rarely_in_a_long_phase() -> None:
-    """In a large job, every rank would otherwise ask for every heartbeat every two seconds."""
+    """If ranks did not limit this, every rank of a large job would ask for all heartbeats every two seconds."""
     assert all(1 <= count <= 6 for count in run_ranks(count_comparisons, 2, 4.0))

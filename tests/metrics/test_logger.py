@@ -274,7 +274,7 @@ def test_records_wait_for_room_on_the_disk(
 def test_full_disk_does_not_end_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The resumed run repeats the evaluation at its checkpoint. Its earlier results stay, because the disk is full."""
+    """The resumed run repeats the evaluation at its checkpoint. The old results stay, because the disk is full."""
     earlier = [{"step": step, "samples": 8 * step, "eval/top1": 0.25} for step in (5, 10)]
     lines = "".join(json.dumps(record) + "\n" for record in earlier)
     (tmp_path / METRICS_FILE).write_text(lines)

@@ -114,7 +114,7 @@ def too_many(path: Path) -> None:
 
 
 def asked(path: Path) -> None:
-    """Check that a request to stop that arrives during a skipped batch is met after that batch."""
+    """Check that a request to stop that arrives during a skipped batch stops the run after that batch."""
     seen = []
 
     def signal_at_a_skipped_batch(run: Run, number: int) -> None:
@@ -141,7 +141,7 @@ def signal_before_any_step(run: Run, number: int) -> None:
 
 
 def features(path: Path) -> None:
-    """Check that the message names the rank whose features are not finite. The loss is not finite on any rank."""
+    """Check that the message names the one rank whose features are not finite, although all ranks' losses are NaN."""
     told = "step 0: the loss is not finite, because the features of rank 1 are not; nothing was updated"
     with ExitStack() as stack:
         run = build(load_config(path, ["name=features"]), None, stack)

@@ -237,7 +237,7 @@ def test_overlapped_reductions_change_no_update(tmp_path):
 
 @pytest.mark.slow
 def test_overlapped_reductions_change_no_update_on_four_ranks(tmp_path):
-    """The learning rate is so large that the weights show the gradient, so its rounding in fp32 is the limit."""
+    """The learning rate is so large that the weights equal the gradient. So only its rounding in fp32 is allowed."""
     run_ranks(compare_updates, 4, write_tiny(tmp_path), 1e-6, "sgd", 1e6, 1)
 
 
@@ -389,7 +389,11 @@ def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
 
 
 def states_used(model: str) -> list[bytes]:
-    """Take two steps of three micro-batches with dropout. Return the generator's states before each first forward."""
+    """Take two steps of three micro-batches with dropout.
+
+    Returns:
+        For each micro-batch, the state of the random number generator before its first forward pass.
+    """
     config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
     engine = build(config, text_dropout=0.3)
     engine.train()
@@ -409,7 +413,7 @@ def states_used(model: str) -> list[bytes]:
 
 
 def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
-    """After a step, the generator must be in its state after the first forwards, not after a repeated one."""
+    """After a step, the generator must have the state after the last first forward, not after a repeated forward."""
     (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
     assert len(set(used)) == len(used) == 6
 

@@ -80,7 +80,7 @@ def inf_cl(_: float) -> Method:
 
 
 def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
-    """Return a builder of memeff's loss. The features are converted to `dtype`; if it is fp32, memeff uses tf32."""
+    """Return a builder of memeff's loss for features that are converted to `dtype`. memeff multiplies fp32 as tf32."""
 
     def build(scale: float) -> Method:
         from memeff import DistributedMemoryEfficientCLIPLoss, MemoryEfficientCLIPLoss

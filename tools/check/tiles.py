@@ -194,7 +194,7 @@ def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a different logit scale for each row [n] and for each column [m].
 
-    The scales reach 900, so no single number that is subtracted from all logits keeps all sums of exp finite.
+    The scales reach 900, so no single number can be subtracted from all logits to keep all sums of exp in range.
     """
     rows = torch.linspace(1, 900, n, dtype=dtype, device=device)
     return rows, torch.linspace(1, 700, m, dtype=dtype, device=device)
