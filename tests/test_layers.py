@@ -1,4 +1,4 @@
-"""The import rules of the package, checked on its syntax trees: which modules may import which, and use DeepSpeed."""
+"""The import rules of the package: which modules may import which, and which may use torch.distributed or DeepSpeed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Example(NamedTuple):
     """An image with the model's predictions, for the report."""
 
     image: NDArray[np.uint8]
-    """[H, W, 3]."""
+    """Pixels, [H, W, 3]."""
     label: str
     best: list[str]
     """Names of the three nearest classes, nearest first."""

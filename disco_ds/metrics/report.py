@@ -41,7 +41,7 @@ STYLE: list[Any] = [
     {"font.size": 9, "text.parse_math": False},  # labels may contain dollar signs
 ]
 Curves = dict[str, list[tuple[float, float]]]
-"""Name -> points (samples, value)."""
+"""Name of a metric -> its points (number of samples, value)."""
 
 logger = logging.getLogger(__name__)
 

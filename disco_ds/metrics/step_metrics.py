@@ -49,10 +49,10 @@ class Interval:
     """Measurements of this rank since the previous log record."""
 
     samples: int
-    """Number of samples, summed over all ranks."""
+    """Number of samples that all ranks together have trained on since the previous log record."""
     seconds: float
     wait_s: float
-    """Seconds spent waiting for data."""
+    """Seconds that this rank has waited for data since the previous log record."""
     peak_bytes: int
     """Peak memory since the start of the run, in bytes."""
     peak_samples_per_s: Callable[[float | None], float] | None

@@ -29,7 +29,7 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 
 
 class Phases:
-    """Measures the phases of sampled steps on one rank."""
+    """Measures time and memory of a step's phases on one rank, in the steps for which this is requested."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

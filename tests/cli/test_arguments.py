@@ -1,4 +1,4 @@
-"""Arguments, help texts, the dry run, and how arguments reach the ranks."""
+"""The command line: arguments, help texts, the dry run, and how arguments reach the ranks."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 
 
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
-    """Most intervals of the small source's slots are empty."""
+    """The small source has 20 samples for 512 slots, so most of its slots have no sample in an epoch."""
     order = mix_sources([[20], [100] * 1000], [0.5, 0.5], 512, seed=5, window=50)
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})

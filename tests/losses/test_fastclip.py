@@ -1,4 +1,4 @@
-"""FastCLIP: state, loss and gradients equal a float64 oracle over many steps, at any number of ranks."""
+"""State, loss and gradients of FastCLIP equal those of a float64 reference over many steps, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiled losses at extreme logits, and their memory, which does not grow with the batch squared."""
+"""Losses that compute tiles: results at extreme logits, and memory that must not grow with the square of the batch."""
 
 from __future__ import annotations
 

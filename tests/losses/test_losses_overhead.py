@@ -1,4 +1,4 @@
-"""Host overhead of a loss: operations of torch outside of its tiles, and exchanges between ranks."""
+"""Host overhead of losses: how many torch operations they need outside of tiles, and how many exchanges of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mistakes with contrastive_step in custom loops (docs/custom_loop.md) cause a clear error on every rank."""
+"""Mistakes with contrastive_step in custom training loops (docs/custom_loop.md) cause clear errors on every rank.
+
+Also: batches that are rejected or skipped leave no trace.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
 """The kernels that the losses launch: label -> (name of the kernel, flags)."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
-"""Arguments for which Triton does not compile a version for multiples of 16 (see _jit in triton_kernels.py)."""
+"""Kernel arguments that Triton does not specialize for multiples of 16 (see _jit in triton_kernels.py)."""
 
 
 @dataclass(frozen=True)
