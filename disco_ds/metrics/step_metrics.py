@@ -54,7 +54,7 @@ class Interval:
     wait_s: float
     """Seconds that this rank has waited for data since the previous log record."""
     peak_bytes: int
-    """Peak memory since the start of the run, in bytes."""
+    """Peak memory of this rank since its process started, in bytes."""
     peak_samples_per_s: Callable[[float | None], float] | None
     """Returns the samples per second that the devices would reach at their peak FLOP/s, given the mean number of tokens
     per text; None if unknown."""

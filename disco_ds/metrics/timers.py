@@ -73,7 +73,7 @@ class Phases:
         Returns:
             time/...: Seconds, mean over ranks, so that the phases add up to the step.
             memory/...: Bytes, maximum over ranks.
-            ranks/slowest: The rank with the longest forward phase. The loss's collectives wait for this rank.
+            ranks/slowest: The rank with the longest forward phase. The other ranks wait for this rank.
             ranks/slowest_s: Seconds of the forward phase on that rank.
             ranks/median_s: Seconds of the forward phase, median over ranks.
         """

@@ -78,7 +78,7 @@ def misbehave(kind: str) -> None:
 
 
 class Ranks:
-    """A group of ranks that take steps together until the test sends a signal or a rank fails."""
+    """A group of ranks that take steps together, and in which a test causes a fault."""
 
     def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
         self.folder = folder / (kind or "steps")
