@@ -1,4 +1,4 @@
-"""The names that `import disco_ds` offers are listed without importing torch, and load on access."""
+"""The public names of disco_ds are listed without importing torch. Each is imported when it is first accessed."""
 
 from __future__ import annotations
 

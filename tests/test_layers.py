@@ -1,4 +1,4 @@
-"""The import rules of the package, checked on its syntax trees: which modules may import which, and use DeepSpeed."""
+"""The import rules of the package: which modules may import which, and which may use torch.distributed or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_import_that_breaks_a_rule_is_found(name: str, source: str, words: str) 
 
 
 def test_modules_import_in_no_circle() -> None:
-    """This includes imports within a room, and imports inside functions."""
+    """Imports within a room and imports inside functions count too."""
     sources = modules()
     graph = {}
     for name, source in sources.items():

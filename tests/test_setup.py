@@ -1,4 +1,4 @@
-"""setup.py declares all imports, and the tests can hide fp16."""
+"""setup.py declares all imported packages, and the tests can run as on a CPU without fp16."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_import_is_found_wherever_it_stands(source: str) -> None:
 
 @needs_fp16
 def test_fp16_can_be_hidden_from_every_process() -> None:
-    """With this variable, the tests run on a machine with fp16 as on one without."""
+    """With ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, DeepSpeed reports that this CPU does not support fp16."""
     code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(
@@ -127,7 +127,7 @@ print([line.found for line in check_versions() if line.status == "fail"])
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_path: Path) -> None:
-    """The environment shares this one's packages, except those of which open_clip_train needs other versions."""
+    """The test environment has the packages of this one, except those of which open_clip_train needs other versions."""
     write_shards(tmp_path / "shards", [8])
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)

@@ -26,8 +26,11 @@ OURS = {
     ("cudaEventSynchronize", "losses/blocks.py read_fits"): 1,
     ("copies to host", "distributed/comm.py largest_of"): 1,
 }
-"""What the host waits for in functions of this package, in a step that is not logged: whether one shift suffices for
-all sums, and what all ranks have agreed on. It also waits once for the gradient norm (NORM)."""
+"""What the host waits for in functions of this package, and how often, in a step that is not logged.
+
+read_fits waits for whether the loss may subtract the same number from all logits. largest_of waits for a value on which
+all ranks agree. The host also waits once for the gradient norm; see NORM.
+"""
 IN_PATCH = {("copies to host", "distributed/deepspeed_quirks.py compute_norm"): 1}
 NORM = {
     0: {("copies to host", "training/engine.py backward_and_step"): 1},
@@ -35,7 +38,7 @@ NORM = {
     2: IN_PATCH,
     3: {},
 }
-"""ZeRO stage -> the wait for the gradient norm in a step."""
+"""ZeRO stage -> where the host waits for the gradient norm in a step, and how often."""
 Outcomes = dict[str, Outcome]
 
 

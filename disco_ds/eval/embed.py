@@ -42,39 +42,42 @@ from disco_ds.distributed import comm
 from disco_ds.eval.model import read_form
 
 IMAGE, TEXT = "img.npy", "txt.npy"
-"""The members that are added to each sample."""
+"""Names of the sample members that store the embeddings of the image and of the captions."""
 _SPARE_BROKEN = 16
 """Number of broken samples that are tolerated in addition to the fraction data.max_broken."""
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
-"""Names of members that can be the extension of a file in a shard."""
+"""Matches a member name that can be the extension of a file in a tar shard."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A sample with the inputs of the teacher, or without them if the sample is broken or was dropped."""
+    """A sample, with the teacher's inputs unless the sample is broken or was dropped."""
 
     shard: int
     name: str
     members: Members | None = None
     images: np.ndarray | None = None
-    """[n, 3, H, W] uint8: a crop for each view, or the resized image if there are no views. Not a tensor, because a
-    worker would open a file for each tensor that it sends."""
+    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image.
+
+    It is not a tensor, because a data worker would open a file for each tensor that it sends.
+    """
     key: int = 0
     """Hash of the image. It replaces the sample's id as the key of the augmentation's random numbers."""
     tokens: np.ndarray | None = None
-    """[m, L]: the tokens of all captions."""
+    """The tokens of the sample's captions, a row for each caption."""
     broken: str | None = None
-    """Why the sample is broken, or None. If `members` is None too, the sample was dropped (see DroppedSample)."""
+    """Why the sample is broken; None if it is not. If `members` is None too, the sample was left out although it is not
+    damaged (DroppedSample)."""
 
 
 @dataclass(frozen=True)
 class _Items(Dataset):  # type: ignore[type-arg]
-    """The samples of some shards, in order."""
+    """The samples of the shards that this rank writes, in order."""
 
     samples: Samples
     places: list[tuple[int, int]]
-    """Shard and entry of each sample."""
+    """For each sample: the number of its shard, and its position in the shard."""
     views: int
 
     def __len__(self) -> int:
@@ -138,7 +141,7 @@ class Embedder:
         Args:
             folder: The folder of the new shards.
             rank: Number of this rank.
-            size: Number of ranks, which write every size-th shard each.
+            size: Number of ranks. This rank writes the shards rank, rank + size, rank + 2 * size, ...
 
         Raises:
             ValueError: If the data settings are invalid or not supported, or if the folder has shards of another
@@ -168,10 +171,12 @@ class Embedder:
         return load_sources(data)[0]
 
     def _record(self, folder: Path, source: Source) -> None:
-        """Record in the folder what the embeddings depend on. If there is a record already, check that it is the same.
+        """Record the teacher, the data and the augmentation settings in the folder.
+
+        If an earlier command has recorded them, check that they have not changed.
 
         Raises:
-            ValueError: If the existing record differs, or if there are shards but no record.
+            ValueError: If they have changed, or if the folder has shards but no record.
         """
         record = {
             "teacher": self.identity,
@@ -198,7 +203,13 @@ class Embedder:
         return source.open_samples(self.config.data, form, VIEW_SEED, 1)
 
     def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:
-        """Embed the samples of these shards, and write each shard to its entry in `paths`, the paths of all shards."""
+        """Embed the samples of some shards, and write these shards.
+
+        Args:
+            samples: The samples of all shards.
+            shards: Numbers of the shards to write.
+            paths: Path of each shard of the data set, by its number.
+        """
         sizes = samples.source.sizes
         places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
         workers = self.config.data.workers
@@ -246,7 +257,11 @@ class Embedder:
 
     @torch.no_grad()
     def _embed(self, items: Sequence[_Item]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the embeddings of each sample: [n, D] or [D] of its image, and [m, D] of its captions."""
+        """Yield the image embeddings and the caption embeddings of each sample.
+
+        The image embeddings have the shape [views, width]; or [width] if `views` is 0. The caption embeddings have a
+        row for each caption.
+        """
         if not items:
             return
         device = comm.local_device()
@@ -280,7 +295,7 @@ class _Writer:
         self._tar = webdataset.TarWriter(self._file, encoder=False, keep_meta=True, mtime=0)
 
     def add(self, name: str, members: Members, image: np.ndarray, text: np.ndarray) -> None:
-        """Write a sample with its embeddings in fp16."""
+        """Write a sample together with its embeddings, which are converted to fp16."""
         if bad := [key for key in members if not _NAME.fullmatch(key)]:
             raise DataError(
                 f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; rename it, "

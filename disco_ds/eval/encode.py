@@ -25,21 +25,24 @@ class Pairs(NamedTuple):
     """This rank's features of a captioned set."""
 
     image: Tensor
-    """[n, D], unit rows, fp32."""
+    """Unit rows, fp32, one for each image."""
     image_id: Tensor
-    """[n] int64: ids of the samples."""
+    """Sample id of each image, int64."""
     text: Tensor
-    """[m, D], unit rows, fp32."""
+    """Unit rows, fp32, one for each caption. An image may have several captions."""
     text_id: Tensor
-    """[m] int64: the sample id of each caption."""
+    """Sample id of each caption, int64."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The two towers of a model, and how their inputs are prepared. Every method is collective."""
+    """The two towers of a model, and how their inputs are prepared.
+
+    The methods are collective: every rank must call them.
+    """
 
     model: nn.Module
-    """An engine or a module."""
+    """A DeepSpeed engine or a module."""
     spec: ImageSpec
     """Size and resizing of the images."""
     tokenize: Callable[[list[str]], Tensor]
@@ -52,8 +55,8 @@ class Encoder:
         """Encode this rank's share of a set. Every rank must iterate to the end.
 
         Yields:
-            Unit features [k, D], fp32, and the (image, text, id) of each of the k images. Images that
-            cannot be read are left out. k is 0 if this rank has no images left.
+            Unit features, fp32, a row for each image of a batch; and (image, text, sample id) for each image.
+            Images that cannot be read are left out. A batch is empty if this rank has no images left.
 
         Raises:
             AgreedError: At the end, on all ranks, if shards cannot be read, no image can be read, or the features of an
@@ -87,7 +90,7 @@ class Encoder:
         _check_finite("image", finite)
 
     def encode_texts(self, texts: list[str]) -> Tensor:
-        """Encode this rank's texts as unit features [n, D], fp32; n may differ between ranks.
+        """Encode this rank's texts as unit features, fp32, a row for each. Ranks may have different numbers of texts.
 
         Raises:
             AgreedError: If the features of a text are not finite on a rank.
@@ -106,7 +109,7 @@ class Encoder:
     def encode_pairs(self, pairs: ImageSet) -> Pairs:
         """Encode this rank's images and their captions.
 
-        For the validation loss, only the first caption of each image is encoded.
+        If the set is for the validation loss (`pairs.batch` is not 0), only the first caption of each image is encoded.
 
         Raises:
             AgreedError: On all ranks, if shards cannot be read, no image can be read, or features are not finite.
@@ -127,7 +130,10 @@ class Encoder:
         return Pairs(image, image_id, text, text_id)
 
     def encode_classes(self, classes: list[str], templates: tuple[str, ...]) -> Tensor:
-        """Encode each class as the normalized mean of its prompts' features: [C, D], fp32, on every rank.
+        """Encode each class as the normalized mean of its prompts' features.
+
+        Returns:
+            Unit rows, fp32, one for each class, on every rank.
 
         Source: CLIP (Radford et al. 2021), section 3.1.4.
         """
@@ -142,7 +148,7 @@ class Encoder:
 
 
 def _check_finite(tower: str, finite: Tensor) -> None:
-    """Raise an error on all ranks if the features of a tower are not finite on any rank. Collective."""
+    """Raise an error on all ranks if any rank's features of a tower are not finite. Collective."""
     if not all(comm.gather_objects(bool(finite))):
         raise comm.AgreedError(f"evaluation: the features of the {tower} tower are not finite")
 

@@ -20,7 +20,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
 """Settings for evaluating a model that has no run."""
 LOOKS = {"image_size", "image_mean", "image_std", "interpolation", "resize_mode", "quick_gelu"}
-"""Model settings of a recipe that also apply when the recipe is used to evaluate other weights."""
+"""Model settings that load_model takes from the recipe when it loads other weights (`disco-ds eval --weights`)."""
 
 
 def evaluation_settings(
@@ -68,16 +68,16 @@ def read_image_spec(model: nn.Module) -> ImageSpec:
 
 
 def read_form(model: nn.Module, tokenizer: Any) -> SampleForm:
-    """Return the form in which the model expects samples."""
+    """Return how samples must be prepared for the model: size and resizing of images, tokenizer, number of tokens."""
     return SampleForm(read_image_spec(model), tokenizer, *read_text_size(model))
 
 
 def in_precision(module: nn.Module, kind: str) -> nn.Module:
-    """Make a model compute in the same precision as an engine in training.
+    """Make a model compute like the model of a DeepSpeed engine that trains at this precision.
 
     Args:
         module: The model. It is changed in place.
-        kind: autocast, bf16, fp16 or fp32.
+        kind: The precision: autocast, bf16, fp16 or fp32.
     """
     if kind == "autocast":
         module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)

@@ -17,22 +17,28 @@ from disco_ds.eval.sets import ImageSet, import_sklearn
 _NEIGHBORS, _TEMPERATURE = 20, 0.07
 """DINO's number of neighbors, and the temperature of their votes (Caron et al. 2021, section 4.1)."""
 _STRENGTHS = np.logspace(-2, 6, 17)
-"""Inverse regularization strengths C that are compared. OpenAI's C = 0.316 is for features that are not normalized."""
+"""Values of LogisticRegression's C, the inverse regularization strength, among which train_linear chooses.
+
+OpenAI's value 0.316 is for features that are not normalized.
+"""
 _VALIDATION = 5
-"""One in this many training images is used to choose C."""
+"""One in this many training images is held out to choose LogisticRegression's C."""
 _ITERATIONS = 1000
 _TOLERANCE = 1e-4
-"""scikit-learn's default tolerance of the gradient. train_linear divides it by the number of classes, because the
-gradient becomes smaller in the same way: with 1,000 classes, even the first gradient is below 1e-4, so nothing would be
-trained."""
+"""scikit-learn's default tolerance: training stops when the gradient is smaller than this. train_linear divides it by
+the number of classes, because more classes make the gradient smaller. With 1,000 classes, even the first gradient is
+below 1e-4, so nothing would be trained."""
 
 
 def probe(encoder: Encoder, images: ImageSet) -> Result:
-    """Train probes on the images of `images.train`, and classify the images of the set. Collective.
+    """Train classifiers on the features of `images.train`, and measure their accuracy on `images`. Collective.
 
-    The values are the accuracies of scikit-learn's KNeighborsClassifier (`knn`, with cosine distance) and
-    LogisticRegression (`linear`), both on unit features, and the inverse regularization strength of the latter
-    (`linear_C`). Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
+    The features have unit length. The values are:
+        knn: Accuracy of scikit-learn's KNeighborsClassifier with cosine distance.
+        linear: Accuracy of scikit-learn's LogisticRegression.
+        linear_C: Inverse regularization strength C of LogisticRegression, which train_linear chooses.
+
+    Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
 
     Raises:
         AgreedError: If shards cannot be read, or the training images have too few labels.
@@ -66,13 +72,13 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
 
 
 def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any:
-    """Train scikit-learn's LogisticRegression on unit features [n, D].
+    """Train scikit-learn's LogisticRegression on unit features, a row for each image.
 
-    C is chosen on a fifth of the images of each class, as in OpenAI's CLIP (Radford et al. 2021, section A.3). The
-    classifier is then trained on all images.
+    The inverse regularization strength C is the one with the best accuracy on a held-out fifth of the images of each
+    class, as in OpenAI's CLIP (Radford et al. 2021, section A.3). The classifier is then trained on all images.
 
     Raises:
-        ValueError: If fewer than two labels are left for training.
+        ValueError: If the images that are not held out have fewer than two labels.
     """
     linear_model, _ = import_sklearn()
     shuffled = np.random.default_rng(0).permutation(len(labels))
@@ -100,7 +106,11 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
 
 
 def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], list[str]]:
-    """Encode a set, and return the features [n, D] and the labels of all ranks, in the order of the set. Collective."""
+    """Encode a set on all ranks. Collective.
+
+    Returns:
+        On every rank: the features, a row for each image, and the labels of all images, in the order of the set.
+    """
     features, places = [], list[tuple[int, str]]()
     for rows, samples in encoder.encode_images(images):
         features.append(rows)

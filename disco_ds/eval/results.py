@@ -15,7 +15,7 @@ class Example(NamedTuple):
     """An image with the model's predictions, for the report."""
 
     image: NDArray[np.uint8]
-    """[H, W, 3]."""
+    """Pixels, [H, W, 3]."""
     label: str
     best: list[str]
     """Names of the three nearest classes, nearest first."""
@@ -38,7 +38,7 @@ class Result:
 
 
 def record(results: Sequence[Result]) -> dict[str, float]:
-    """Return the results as points for metrics.jsonl and TensorBoard."""
+    """Return the values of all results for metrics.jsonl and TensorBoard: eval/SET_METRIC -> value."""
     return {
         f"eval/{result.name}_{metric}": value
         for result in results
@@ -47,7 +47,7 @@ def record(results: Sequence[Result]) -> dict[str, float]:
 
 
 def describe(results: Sequence[Result]) -> str:
-    """Format a table for each kind of evaluation, with a line for each set."""
+    """Return the results as text: a table for each kind of evaluation, with a line for each evaluation set."""
     lines = []
     for columns, group in groupby(results, key=lambda result: (result.kind, *result.values)):
         rows: list[list[str]] = []

@@ -1,7 +1,7 @@
 """Image-text retrieval: find each caption's image and each image's captions.
 
-Every rank compares its images with the texts of all ranks, and its texts with the images of all ranks.
-It does so a few rows at a time, so that the similarities need little memory.
+Every rank compares its images with the texts of all ranks, and its texts with the images of all ranks. It compares
+a few rows at a time, so that the similarities need little memory.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
     match, so that a model whose features are all equal gets no hits.
 
     Args:
-        query: [q, D], unit rows.
-        query_id: [q] int64; each id also occurs in key_id.
-        key: [k, D], unit rows.
-        key_id: [k] int64.
+        query: Unit rows, one for each query.
+        query_id: int64, one id for each query. Each id also occurs in key_id.
+        key: Unit rows, one for each key.
+        key_id: int64, one id for each key.
 
     Returns:
-        [q] int64.
+        int64, one rank for each query.
     """
     ranks = []
     for rows, ids in zip(query.split(_ROWS), query_id.split(_ROWS), strict=True):
@@ -66,6 +66,11 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
 
 
 def summarize(way: str, ranks: Tensor) -> dict[str, float]:
-    """Compute R@1, R@5, R@10 and the median of ranks [n]."""
+    """Compute R@1, R@5, R@10 and the median rank.
+
+    Args:
+        way: Prefix of the metrics' names, i2t or t2i.
+        ranks: For each query, the rank of its best match, counted from 1. int64.
+    """
     shares = {f"{way}_r{k}": (ranks <= k).double().mean().item() for k in (1, 5, 10)}
     return shares | {f"{way}_median": ranks.double().quantile(0.5).item()}

@@ -47,10 +47,7 @@ _SHARDS_CAPTION = EvalSettings().caption_key
 _CSV_IMAGE = "filepath"
 """open_clip's default of --csv-img-key."""
 _CSV_CAPTION = "{title}"
-"""open_clip's default of --csv-caption-key.
-
-For a csv it replaces the default of eval.caption_key, which is meant for shards.
-"""
+"""open_clip's default of --csv-caption-key. For csv files, it is the default of eval.caption_key."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +165,9 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
     Args:
         name: Name of the set.
         folder: The folder.
-        data: How to read images from plain shards.
-        text: Template of the label or captions in plain shards.
-        benchmark_text: Template of the label or captions in clip_benchmark's layout.
+        data: How to read images from shards, if the set does not have clip_benchmark's layout.
+        text: Template of the label or captions in these shards.
+        benchmark_text: Template of the label or captions in shards that have clip_benchmark's layout.
 
     Raises:
         ValueError: If the folder is missing, empty or incomplete.
@@ -236,7 +233,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     """Read the class name of each label from a file.
 
     A JSON file contains a list of names, or a mapping from label to name. In a text file, each line is a
-    name, or a label, a tab and a name. A space may replace the tab if the lines cannot be names themselves.
+    name, or a label, a tab and a name. A space may replace the tab, unless the complete lines could be names too.
     If the file has only names, they belong to the labels in sorted order. But if all labels are numbers,
     the first name belongs to label 0 and so on, even if no sample has that label.
 
@@ -287,7 +284,10 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 
 
 def _may_be_names(lines: list[str], labels: Collection[str]) -> bool:
-    """Return whether lines that begin with labels may instead be just the names of the labels in sorted order."""
+    """Return whether each line may be a complete class name, although the lines begin with labels.
+
+    The names would then belong to the labels in sorted order.
+    """
     if all(re.fullmatch(_WNID, label) for label in labels):
         return False
     reaches = all(label.isdecimal() and int(label) < len(lines) for label in labels)
@@ -297,12 +297,12 @@ def _may_be_names(lines: list[str], labels: Collection[str]) -> bool:
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    The labels may be only some of the wnids. If any label has the form of neither a wnid nor a number,
-    the labels are used as the class names.
+    Some of the wnids may be missing in `labels`. If any label looks neither like a wnid nor like a number, the labels
+    themselves are used as the class names.
 
     Raises:
-        ValueError: If every label has the form of a wnid or a number, but the labels are neither known wnids
-            nor exactly the numbers 0 to 999.
+        ValueError: If every label looks like a wnid or a number, but the labels are neither known wnids nor exactly the
+            numbers 0 to 999.
     """
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo

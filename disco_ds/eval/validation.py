@@ -41,15 +41,15 @@ def validate(encoder: Encoder, pairs: ImageSet) -> Result:
 
 
 def score_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """Compute the loss, the image-to-text accuracy and the text-to-image accuracy of a batch.
+    """Compute the InfoNCE loss, the image-to-text accuracy and the text-to-image accuracy of a batch of pairs.
 
     Args:
-        image: [B, D], unit rows.
-        text: [B, D], unit rows.
-        scale: [1].
+        image: Unit rows, one for each pair.
+        text: Unit rows, one for each pair.
+        scale: The logit scale, [1].
 
     Returns:
-        [3] float64.
+        These three numbers, [3] float64.
     """
     logits = scale * (image @ text.T)
     labels = torch.arange(len(logits), device=logits.device)

@@ -13,7 +13,7 @@ from disco_ds.eval.results import Example, Result
 from disco_ds.eval.sets import ImageSet
 
 NUM_EXAMPLES = 24
-"""Maximum number of examples, spaced evenly over the set."""
+"""Maximum number of example images in the result. They are spaced evenly over the set."""
 
 
 def classify(encoder: Encoder, labeled: ImageSet) -> Result:

@@ -54,7 +54,7 @@ MIN_LOSS_RISE = 0.1
 MIN_NORM_FACTOR = 4.0
 """A gradient-norm spike is at least this multiple of the median."""
 AT_BOUND = 0.98
-"""The scale counts as being at its bound if it is at least this fraction of the bound.
+"""The logit scale counts as being at its bound if it is at least this fraction of the bound.
 
 The fraction is below 1 because bf16 rounds the log of the scale: a bound of 100 becomes 98.9.
 """
@@ -73,7 +73,7 @@ EQUAL_TEXTS = (
     "of the captions have the same text features as another caption although their tokens differ, so the model cannot "
     "tell them apart: does text_cfg.pool_type fit the end token of the tokenizer, and text_cfg.vocab_size its tokens?"
 )
-"""The rest of a message that begins with the percentage."""
+"""End of an error message. The caller writes the percentage of these captions in front of it."""
 
 
 class AnomalyDetector:
@@ -105,7 +105,8 @@ class AnomalyDetector:
         self.recent = {name: deque(values, WINDOW) for name, values in state["recent"].items()}
         self.best: dict[str, float] = dict(state["best"])
         self.known = set(state["known"])
-        """Anomalies that were present at the last check. By default, they are not reported again."""
+        """Names of the anomalies that were present at their last check. `_update` does not report them again, unless
+        `repeat` is set."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, which JSON stores exactly."""
@@ -173,9 +174,14 @@ class AnomalyDetector:
     def _update(
         self, anomaly: str, step: int, value: float, message: str, repeat: bool = False
     ) -> None:
-        """Report an anomaly when it begins; with `repeat`, report it at every check.
+        """Report an anomaly when it begins.
 
-        An empty message means that the anomaly is absent.
+        Args:
+            anomaly: Name of the anomaly.
+            step: The step that was checked.
+            value: The value to record.
+            message: The warning to log; an empty string if the anomaly is absent.
+            repeat: Whether to report the anomaly at every check at which it is present.
         """
         if not message:
             self.known.discard(anomaly)
@@ -194,6 +200,9 @@ def find_limit(recent: Sequence[float], by_factor: bool) -> float:
     Args:
         recent: The values of consecutive previous steps.
         by_factor: Whether to compare logarithms. Use this for gradient norms, whose noise is multiplicative.
+
+    Returns:
+        The limit; infinity if there are fewer than MIN_HISTORY values.
     """
     if len(recent) < MIN_HISTORY:
         return math.inf
@@ -210,14 +219,16 @@ def find_limit(recent: Sequence[float], by_factor: bool) -> float:
 
 
 def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:
-    """Compare each text with the previous one, and return the fraction of different texts that have equal features.
+    """Return how often the text tower maps two different texts to equal features.
+
+    Each text is compared with the previous one in the batch.
 
     Args:
-        tokens: [b, L] int64.
-        features: [b, D], unit rows.
+        tokens: int64, a row for each text.
+        features: Unit rows, one for each text.
 
     Returns:
-        0-d fp32. 0 if all tokens are equal.
+        Of the compared pairs with different tokens, the fraction with equal features: 0-d fp32. 0 without such pairs.
     """
     differs = (tokens[1:] != tokens[:-1]).any(dim=1)
     is_equal = (features[1:] - features[:-1]).abs().amax(dim=1) < EQUAL_FEATURES
@@ -250,7 +261,7 @@ def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
 
 
 def effective_rank(rows: Tensor) -> Tensor:
-    """Compute exp of the entropy of the normalized singular values, 0-d.
+    """Compute the effective rank, 0-d: exp of the entropy of the singular values after scaling them to a sum of 1.
 
     Source: Roy and Vetterli 2007; RankMe, equation 1.
     """

@@ -45,7 +45,7 @@ class MetricsLogger:
         peak_samples_per_s: Returns the samples per second that the devices would reach at their peak FLOP/s, given the
             mean number of tokens per text; None if unknown.
         epoch_samples: Samples per epoch; if None, records contain no epoch.
-        num_samples: Samples in the data before data.filter and data.transforms, or 0 if neither is set.
+        num_samples: Samples in the data before data.filter and data.transforms; 0 if neither is set.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class MetricsLogger:
         return "  ".join(filter(None, words))
 
     def _describe_passes(self, samples: int, dropped: int) -> str:
-        """Return how many passes the run makes over the samples that are kept."""
+        """Return a message: how many passes the run makes over the samples that remain after filtering."""
         kept = samples / (samples + dropped)
         passes = self.schedule.num_samples / (kept * self.num_samples)
         return (
@@ -208,9 +208,9 @@ class MetricsLogger:
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
-    """Hide TensorBoard's points after `samples`, which the resumed run will write again.
+    """Hide TensorBoard's points after `samples`, because the resumed run will write them again.
 
-    The evaluation at `samples` is repeated too, so its points appear twice in the same place.
+    Points at `samples` stay. The resumed run repeats the evaluation at `samples`, so its points are shown twice.
 
     Args:
         monitor: The monitor of the DeepSpeed engine.

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 NUM_MEANS = 40
-"""Number of means drawn over a long curve. A curve is long if it has at least twice this many points."""
+"""A long curve is drawn thin, with a thick line through this many means on top of it. A curve is long if it has at
+least twice this many points."""
 _MAX_LETTERS = 28
 """Maximum number of characters of a label; longer labels are cut."""
 STYLE: list[Any] = [
@@ -40,14 +41,14 @@ STYLE: list[Any] = [
     {"font.size": 9, "text.parse_math": False},  # labels may contain dollar signs
 ]
 Curves = dict[str, list[tuple[float, float]]]
-"""Name -> points (samples, value)."""
+"""Name of a metric -> its points (number of samples, value)."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def log_errors(what: str) -> Iterator[None]:
-    """Log any error in the block instead of raising it: a missing picture must not stop a run."""
+    """Log any error in the `with` block as a warning that begins with `what`, so that it does not stop the run."""
     try:
         yield
     except Exception as error:
@@ -164,7 +165,7 @@ def draw_accuracy(axes: Axes, curves: Curves) -> None:
 
 
 def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
-    """Draw a curve. A long curve is drawn thin, with a thick line through the means of its parts."""
+    """Draw the curve `name`. If it has many points, draw it thin, with a thick line through the means of its parts."""
     points = numpy.array(curves.get(name, []), dtype=numpy.float64).reshape(-1, 2)
     points = points[numpy.isfinite(points).all(axis=-1)]
     if not len(points):

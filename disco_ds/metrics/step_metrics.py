@@ -35,11 +35,11 @@ class LogPoint:
     broken: int = 0
     """Number of broken samples that this rank has skipped so far."""
     text_tokens: float | None = None
-    """Mean number of tokens of the texts of this rank's part of the batch; None if the text tower computes padding."""
+    """Mean number of tokens per text on this rank. None if the text tower also processes padding."""
     dropped: int = 0
     """Number of samples that data.filter, data.uids or data.transforms have excluded on this rank so far."""
     skipped: int = 0
-    """Number of batches that all ranks have skipped so far."""
+    """Number of batches that the run has skipped so far."""
     model: nn.Module | None = None
     """The module inside the engine; at ZeRO 3 its parameters are empty outside of a forward pass."""
 
@@ -49,12 +49,12 @@ class Interval:
     """Measurements of this rank since the previous log record."""
 
     samples: int
-    """Number of samples, summed over all ranks."""
+    """Number of samples that all ranks together have trained on since the previous log record."""
     seconds: float
     wait_s: float
-    """Seconds spent waiting for data."""
+    """Seconds that this rank has waited for data since the previous log record."""
     peak_bytes: int
-    """Peak memory so far, in bytes."""
+    """Peak memory of this rank since its process started, in bytes."""
     peak_samples_per_s: Callable[[float | None], float] | None
     """Returns the samples per second that the devices would reach at their peak FLOP/s, given the mean number of tokens
     per text; None if unknown."""
@@ -156,9 +156,9 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
 
 
 def digest(index: Tensor) -> Tensor:
-    """Sum a 64-bit hash of each sample id.
+    """Return the sum of the 64-bit hashes of sample ids, 0-d int64.
 
-    The result, 0-d int64, depends only on the ids and not on how they are split or ordered.
+    The sum depends neither on the order of the ids nor on how they are distributed over ranks.
     """
     mixed = index.long() + 1
     for _ in range(2):  # after a single round, sums of a few ids still collide

@@ -1,8 +1,8 @@
 """Measure time and memory of a step's phases, on logged steps only.
 
 The measurements are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a
-GPU the times come from events. They are read when the step is logged, because logging waits for the device
-anyway. On a CPU the times come from the clock.
+CPU, the times come from the clock. On a GPU, they come from CUDA events. The events are read when the step is
+logged, because logging waits for the GPU anyway.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from disco_ds.distributed import comm
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
 """Name of a phase in training/step.py -> name in log records.
 
-`loss` includes its collectives, and `update` includes the repeated forward passes.
+`loss` includes the loss's collectives. `update` includes the forward passes that GradAccum repeats.
 """
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
 class Phases:
-    """Measures the phases of sampled steps on one rank."""
+    """Measures time and memory of a step's phases on one rank, in the steps for which this is requested."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -37,12 +37,16 @@ class Phases:
         self._spans: list[tuple[str, Any, Any, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
-        """Return the timer for the phases of the next step. It measures them only if `sampled`."""
+        """Return the context manager that wraps each phase of the next step. It measures time only if `sampled`."""
         self._spans.clear()
         return self._measure if sampled else record_function
 
     def note_peak(self) -> int:
-        """Return the highest memory use since the last reset, in bytes, and update peak_bytes."""
+        """Return the current peak memory in bytes, and update peak_bytes.
+
+        On a GPU, the current peak counts from the start of the last measured phase. On a CPU, it counts from the start
+        of the process.
+        """
         if _on_cpu():
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         else:
@@ -64,13 +68,14 @@ class Phases:
         """Return the measurements of this step; an empty dict if the step was not sampled. Collective.
 
         Args:
-            wait_s: Time that this rank waited for the step's data; the phases include it.
+            wait_s: Seconds that this rank waited for the step's data. time/forward_s includes them.
 
         Returns:
             time/...: Seconds, mean over ranks, so that the phases add up to the step.
             memory/...: Bytes, maximum over ranks.
-            ranks/slowest: The rank that arrived last at the first collective.
-            ranks/slowest_s, ranks/median_s: Seconds until that rank arrived, and the median over all ranks.
+            ranks/slowest: The rank with the longest forward phase. The other ranks wait for this rank.
+            ranks/slowest_s: Seconds of the forward phase on that rank.
+            ranks/median_s: Seconds of the forward phase, median over ranks.
         """
         if not self._spans:
             return {}
@@ -103,7 +108,7 @@ def _on_cpu() -> bool:
 
 
 def _now() -> Any:
-    """Return the clock's time in seconds, or a recorded event of the accelerator's stream."""
+    """Return the time. On a CPU, it is a number of seconds. On a GPU, it is an event recorded in the current stream."""
     if _on_cpu():
         return time.perf_counter()
     event = get_accelerator().Event(enable_timing=True)

@@ -147,6 +147,6 @@ class WandbRun:
             self.run.log({"samples": samples, "report": Image(str(path))})
 
     def close(self) -> None:
-        """End the W&B run after all uploads are done or UPLOAD_S have passed."""
+        """End the W&B run. Wait up to UPLOAD_S for pending uploads."""
         with log_errors("W&B"):
             self.run.finish(exit_code=self.exit_code)

@@ -23,12 +23,12 @@ from disco_ds.config.text_file import read_text, write_text
 logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
-"""Folder name of a complete checkpoint."""
+"""Matches the folder name of a complete checkpoint."""
 META = "checkpoint.json"
 """A file that every complete checkpoint contains."""
 CONFIG = "config.yaml"
 FINISHED = "finished.json"
-"""Written after the last step of a run. If it exists, the run succeeded, even if the launcher reported an error."""
+"""File that marks a run whose last step is done. The run then succeeded, even if the launcher reported an error."""
 LAUNCHED = "launch.json"
 """Contains the ID of the launch that used the folder last and the exit code that its ranks agreed on."""
 AUTO = "auto"
@@ -111,8 +111,8 @@ def find_newest(runs: Path, name: str) -> Path | None:
 
     Newer folders without a checkpoint are passed over with a warning. If no folder is left, the result is None.
 
-    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. Without a readable
-    config.yaml, the folder is not considered.
+    Only folders whose config.yaml contains this name are considered: the folder a-2 may belong to the second run named
+    a, or to the first run named a-2.
     """
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = []
@@ -157,9 +157,9 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file in a folder, so that each rank can check whether it sees the same folder.
+    """Make an empty file in a folder and return its path. A rank that sees the file sees the same folder.
 
-    The file's name is random, because NFS caches the answer that a file does not exist.
+    The file's name is random, because NFS may have cached that a file with a fixed name does not exist.
     """
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
@@ -167,7 +167,7 @@ def make_token(path: Path) -> Path:
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:
-    """Write finished.json.
+    """Write finished.json with the content `record`. It marks the run in this folder as complete.
 
     Raises:
         OSError: If the file cannot be written.

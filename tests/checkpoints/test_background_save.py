@@ -1,4 +1,5 @@
-"""Asynchronous saves: the copy in host memory, equality with synchronous saves, failures, and killed writers."""
+"""Asynchronous saves: the copy in host memory, equality with synchronous saves, failed saves, and ranks killed during a
+save."""
 
 from __future__ import annotations
 
@@ -319,7 +320,7 @@ def test_file_that_was_changed_on_its_way_to_the_disk_is_damaged(
 
 @pytest.mark.parametrize("missing", [1, 22, 100, 1000, 10_000])
 def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: int) -> None:
-    """A limit on the file size simulates a full disk, also near the end of the file."""
+    """A limit on the file size simulates a full disk. It cuts the last `missing` bytes of the file."""
     whole = save_of(tmp_path, 1)
     whole.states = dict.fromkeys(whole.states, torch.arange(50_000))
     whole.start()
@@ -498,9 +499,9 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
         path: The recipe.
         name: Name of the run.
         victim: The rank, or None if no rank dies.
-        wanted: What the save is doing when the rank dies: "copy" or "write".
+        wanted: The phase of the save in which the rank dies: "copy" or "write".
         more: Number of the save in this process, from 1.
-        after: Seconds between the moment at which the save is seen doing this, and the kill.
+        after: Seconds from the moment at which the phase is noticed until the kill.
     """
     since = time.time()
     take = HostCopy.take
@@ -544,7 +545,10 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * KILLS)
 def test_kills_inside_copies_and_writes_change_nothing(tmp_path: Path) -> None:
-    """A third of the kills are aimed at copies, the others at writes. DISCO_DS_TEST_KILLS sets their number."""
+    """Kill a rank during a save, many times: in a third of the cases during the copy, otherwise during the write.
+
+    The environment variable DISCO_DS_TEST_KILLS sets the number of kills.
+    """
     path, draw, cut = recipe(tmp_path), random.Random(0), []
     run_ranks(live, 2, path, "whole", None, "nothing", 0, 0.0)
     run, whole = tmp_path / "runs" / "cut", tmp_path / "runs" / "whole"

@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: settings that must not change on resume, damaged files, and shapes."""
+"""Checkpoints, tested without an engine: settings that must not change on resume, damaged files, and tensor shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports for open_clip: open_clip, a fresh interpreter and clip_benchmark compute the same as the run."""
+"""Exports for open_clip compute the same features as the run, in open_clip, in clip_benchmark and in a new process."""
 
 from __future__ import annotations
 

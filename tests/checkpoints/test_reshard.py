@@ -83,7 +83,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def states(path: Path) -> dict[str, States]:
-    """Return the states in a checkpoint folder: parameter name -> its states, joined from all ranks."""
+    """Read a checkpoint: parameter name -> its master weights and optimizer states, joined from all ranks."""
     written_by = next(
         folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file()
     )

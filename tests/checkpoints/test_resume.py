@@ -88,7 +88,10 @@ class Said(logging.Handler):
 
 
 def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[int | str, list[str]]:
-    """Return the step to resume from or the error message, which must be equal on all ranks, and rank 0's warnings."""
+    """Return (the step to resume from or the error message, rank 0's warnings).
+
+    The step or message must be equal on all ranks.
+    """
     said = Said()
     logging.getLogger("disco_ds").addHandler(said)
     saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
@@ -298,7 +301,7 @@ def resume_without_weights(path: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
-    """They are not fetched either, because the machine may not reach the hub."""
+    """The pretrained weights must not even be downloaded, because the machine may not reach the hub."""
     name = write_tiny(tmp_path, BPE_SIZE)
     weights = build_model(ModelSettings(name=name)).state_dict()
     torch.save(

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: which are complete, which are removed, which are set aside."""
+"""Which checkpoint folders of a run count as complete, which are removed, and which are set aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints uploaded by the user's command: one at a time, in the background, and a failure stops nothing."""
+"""Checkpoints that the user's command uploads: one at a time, in the background. A failed upload stops nothing."""
 
 from __future__ import annotations
 

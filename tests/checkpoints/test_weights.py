@@ -1,4 +1,4 @@
-"""Weights read from checkpoints of every stage and precision are bit-identical to the engine's masters."""
+"""Weights read from checkpoints are bit-identical to the engine's master weights, at every ZeRO stage and precision."""
 
 from __future__ import annotations
 

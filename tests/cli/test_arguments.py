@@ -1,4 +1,4 @@
-"""Arguments, help texts, the dry run, and how arguments reach the ranks."""
+"""The command line: arguments, help texts, the dry run, and how arguments reach the ranks."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
 
 
 def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
-    """Shells change arguments that are not packed. So the test above would fail without packing."""
+    """Shells change arguments of `deepspeed`. `disco-ds launch` packs them, so that shells do not change them."""
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
     got = parse_args(["train", *arrived(typed[1:], "bash", tmp_path)])
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]

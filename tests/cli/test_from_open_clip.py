@@ -1,4 +1,4 @@
-"""`disco-ds from-open-clip`, on the command lines of open_clip's README and scripts."""
+"""`disco-ds from-open-clip` with the command lines of open_clip's README and scripts."""
 
 from __future__ import annotations
 

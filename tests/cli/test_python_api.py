@@ -1,4 +1,4 @@
-"""The functions of `import disco_ds` as user programs call them: once, repeatedly, and on two ranks."""
+"""The public functions of disco_ds, called as in user programs: once, repeatedly, and on two ranks."""
 
 from __future__ import annotations
 

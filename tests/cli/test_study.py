@@ -1,4 +1,4 @@
-"""`disco-ds study`: 2 checkpoints x 2 batches x 2 rates, started by separate commands and by one."""
+"""`disco-ds study` of 2 checkpoints x 2 global batches x 2 learning rates, as one command and as separate commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: bundled files, keys set by the recipe, rendering, and refused keys."""
+"""DeepSpeed's settings: the bundled ds_configs, keys that the recipe sets, the written ds_config.json, refused keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, and the overrides of a command line."""
+"""Reading of recipes, and overrides on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of settings, the batch algebra, and the written config.yaml."""
+"""Settings: their keys and values, global batch = ranks x micro-batches x micro-batch size, the written config.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random augmentation: independent of how a batch is divided, and equal to torchvision for the same random numbers."""
+"""Random augmentation does not depend on how a batch is divided. With equal random numbers, it equals torchvision's."""
 
 from __future__ import annotations
 

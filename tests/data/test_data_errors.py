@@ -1,4 +1,4 @@
-"""Data errors: broken samples are skipped identically at any number of ranks; other errors are returned in StepData."""
+"""Broken samples are skipped identically at any number of ranks. Other data errors are returned in StepData.error."""
 
 from __future__ import annotations
 

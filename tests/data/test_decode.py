@@ -1,4 +1,4 @@
-"""Images, captions and the sequential reader."""
+"""Decoding of images, choice of captions, and the sequential reader that `disco-ds eval` uses."""
 
 from __future__ import annotations
 

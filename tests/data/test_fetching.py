@@ -1,4 +1,4 @@
-"""Downloads of remote shards: whole, in several attempts if that helps, and with messages that contain no secrets."""
+"""Downloads of remote shards: they are complete, retried if that may help, and their messages contain no secrets."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_without_a_strong_version_an_attempt_starts_over(
 def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """Otherwise the file would be a mixture of two versions."""
+    """If the download continued at the old offset, the file would be a mixture of two versions."""
     server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
     cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
     changed = bytes(reversed((shards.folder / "00001.tar").read_bytes()))

@@ -1,4 +1,4 @@
-"""data.group_by: which samples share a group, from every source to the metric of a run."""
+"""data.group_by: which samples share a group, for every kind of source, and the metric that a run logs."""
 
 from __future__ import annotations
 

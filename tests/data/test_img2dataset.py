@@ -1,4 +1,4 @@
-"""Output of img2dataset: a stored example, and (slow) the program itself against a local web server.
+"""Shards that img2dataset has written: a stored example, and, as a slow test, new ones from a local web server.
 
 img2dataset needs webdataset < 0.3, so it runs in a separate environment. The stored example, tests/data/img2dataset,
 was written by `download` below from emoji of disco_ds/assets/emoji/validation. Their license is there.

@@ -1,4 +1,4 @@
-"""`disco-ds index`: writing, incremental counting, --check, and errors."""
+"""`disco-ds index`: the written manifest, counting of new shards only, --check, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader: one sequence of global batches for any ranks and workers, and exact resume."""
+"""The loader: any numbers of ranks and workers give the same sequence of global batches, also after a resume."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_step_that_is_not_read_to_its_end_is_passed_over(
 
 
 def test_micro_batches_are_read_while_the_step_runs(manifest: Manifest, tmp_path: Path) -> None:
-    """The first one arrives before the others are decoded. The workers prepare a step while nothing is requested."""
+    """The first micro-batch arrives before the others are decoded. Workers prepare the next step without a request."""
     loader = make_loader(
         manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3
     )
@@ -226,7 +226,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 def test_micro_batches_are_the_same_in_both_passes(
     damaged: Manifest, workers: int, pixels: Pixels, micro_batch: int
 ) -> None:
-    """Request micro-batches in GradAccum's order. Workers run ahead, but must not overwrite the one in use."""
+    """Request micro-batches in GradAccum's order. Workers run ahead, but must not overwrite the micro-batch in use."""
     reference = make_loader(damaged, settings(max_broken=1.0), micro_batch=micro_batch)
     data = settings(workers=workers, max_broken=1.0)
     loader = make_loader(damaged, data, micro_batch=micro_batch, pixels=pixels)
@@ -262,7 +262,10 @@ def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None
 
 
 def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
-    """In the first pass, this would be an ordinary data error. In the second, placeholders must not replace images."""
+    """A worker that dies in the second pass over the micro-batches must raise an error.
+
+    In the first pass, it would be an ordinary data error, and black images would replace the missing ones.
+    """
     loader = make_loader(
         manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed"
     )
@@ -282,7 +285,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
 
 
 def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
-    """Tokenize, and count calls in a file. After three calls (a micro-batch), wait until the test creates `open`."""
+    """Tokenize, and count the calls in a file. After three calls (a micro-batch), wait for the file `open`."""
     with (folder / "calls").open("ab") as file:
         file.write(b".")
     while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():

@@ -1,8 +1,9 @@
-"""Fuzzing of shards, csv files and images: every sample is read or skipped, and a second reading gives the same.
+"""Fuzzing of shards, csv files and images: every sample is either read or skipped as broken.
 
-Each case is determined by its seed. It writes a shard with a few valid samples, damages it slightly, as disks, networks
-and people do, and reads it with the code that the workers use: once with the number of samples that was counted before
-the damage, and once with a new count.
+Each case writes a shard or a csv file with a few valid samples, damages it slightly, as disks, networks and people do,
+and reads it with the code that the data workers use. Every fifth case is a csv file. A shard is read twice: with the
+number of samples that was counted before the damage, and with a new count. The seed determines a case. Every case is
+run twice and must give the same results.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def image(kind: str) -> bytes:
 
 
 def members(rng: random.Random) -> list[tuple[str, bytes]]:
-    """Return three valid samples."""
+    """Return (name, content) of the members of three valid samples."""
     found = []
     for i in range(3):
         name = rng.choice(("", "folder/", "d.v1/", "x" * 120 + "/", "caf\u00e9/")) + f"{i:03d}"
@@ -219,7 +220,11 @@ def make_tar(rng: random.Random) -> tuple[bytes, bytes]:
 
 
 def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Yield the result for every sample of a damaged tar, first with the old manifest, then with a new one."""
+    """Write a shard, damage it, and read it with the manifest from before the damage and then with a new manifest.
+
+    Yields:
+        For each sample, the hash of its pixels and tokens, or the reason why it is broken.
+    """
     whole, changed = make_tar(rng)
     path = folder / "0.tar"
     path.write_bytes(whole)
@@ -317,7 +322,12 @@ def within(seconds: int, case: int) -> Iterator[None]:
 
 
 def check(folder: Path, case: int) -> tuple[int, int]:
-    """Return (samples read, samples broken) of a case, which depends only on its number."""
+    """Run a case twice, and check that the results are equal. Return (samples read, samples broken).
+
+    Args:
+        folder: Folder for the files of the case.
+        case: Number of the case, which determines its random numbers.
+    """
     kind = read_csv if case % 5 == 4 else read_tar
     with within(MOST_S, case):
         try:

@@ -1,4 +1,4 @@
-"""Shards on object stores, with rclone as the server: counted without a download, read in the same order, resumed."""
+"""Shards on object stores, with rclone as the server: counted without a download, read in order, and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data order: a pure function, complete in every epoch and balanced over slots; and the choice of slots."""
+"""The data order is a pure function, reads every sample once per epoch, and balances slots. Also: number of slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom sources, `package.module:Class`: the example in a recipe, resumed and mixed."""
+"""Custom data sources, `package.module:Class`: a run with the example source, its resume, and a mixture of sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetching of remote shards: the most urgent first, within the cache, and without disturbing readers."""
+"""Prefetching of remote shards fetches the most urgent shard first, fits the cache, and does not disturb readers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shards(tmp_path: Path) -> Manifest:
 
 
 def read_on(order: DataOrder, slot: int, epoch: int, offset: int, num: int) -> list[int]:
-    """List the shards of the slot's next samples, from a cursor on."""
+    """List the shards of the slot's next `num` samples, beginning at an offset in an epoch."""
     found = []
     for _ in range(num):
         epoch, offset = order.settle(slot, epoch, offset)
@@ -191,7 +191,7 @@ def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(
 def test_shard_that_is_just_complete_and_still_locked_is_waited_for(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """This is the state between the renaming and the release of the lock."""
+    """A fetch first renames the complete file and then releases its lock. This is the state in between."""
     cache = open_cache(
         shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9
     )
@@ -237,7 +237,7 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 
 
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
-    """Most intervals of the small source's slots are empty."""
+    """The small source has 20 samples for 512 slots, so most of its slots have no sample in an epoch."""
     order = mix_sources([[20], [100] * 1000], [0.5, 0.5], 512, seed=5, window=50)
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})

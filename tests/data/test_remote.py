@@ -1,4 +1,4 @@
-"""Lists of shards with braces, permission to read remote shards, and the disk space that these need."""
+"""Remote shards: lists of shards with braces, permission to read, and the disk space that the cache needs."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def name_many(many: tuple[Manifest, Server], cache: Path, **changes: Any) -> Dat
 
 
 def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: int = 1) -> float:
-    """Read an epoch on one of `size` hosts. Return how many bytes it fetches for each byte that it uses."""
+    """Read an epoch on one of `size` hosts. Return how many bytes this host fetches for each byte that it uses."""
     shards, server = many
     steps = SAMPLES * NUM_SHARDS // BATCH
     server.asked.clear()

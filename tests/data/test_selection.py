@@ -1,4 +1,4 @@
-"""data.uids, data.filter, data.transforms and captions from lists: samples are dropped or changed, never the order."""
+"""data.uids, data.filter, data.transforms, and captions from lists. They drop or change samples, but keep the order."""
 
 from __future__ import annotations
 

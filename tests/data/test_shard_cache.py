@@ -193,7 +193,10 @@ def start_fetch(cache: ShardCache) -> subprocess.Popen[bytes]:
 def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """The waiting process is suspended until another one reads the complete shard, and so holds its lock."""
+    """A process waits for a shard that another one fetches. It is suspended until the other one has the shard open.
+
+    The other process then holds the lock of the complete file.
+    """
     cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0)
     server.halves.add("/00001.tar")
     thread = threading.Thread(target=lambda: held.append(cache.open(1)))

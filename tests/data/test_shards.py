@@ -1,4 +1,4 @@
-"""Tar shards and their manifest: comparison with webdataset, truncation, and every error message."""
+"""Tar shards and their manifest: comparison with webdataset, truncated shards, and every error message."""
 
 from __future__ import annotations
 

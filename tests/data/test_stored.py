@@ -1,4 +1,4 @@
-"""Stored embeddings: in every format, the row belongs to the sample's augmentation and caption. Others are refused."""
+"""Stored embeddings: in every format, a sample gets the row of its augmentation and caption, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data.index=none: an order that needs no counts and is the same at any number of ranks and after a resume."""
+"""data.index=none: the data order needs no sample counts. It is the same at any number of ranks and after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different settings: all ranks are refused before any work, and the error names the settings."""
+"""If settings differ between ranks, all ranks stop before any work, with an error that names the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnostics of a rank: stacks, and NCCL's flight record under the name that torch expects."""
+"""Files that a hanging rank writes for diagnosis: its stacks, and NCCL's flight record."""
 
 from __future__ import annotations
 

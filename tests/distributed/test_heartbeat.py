@@ -1,4 +1,4 @@
-"""Ranks that are really killed or stopped: every survivor ends in time and names the lost rank."""
+"""Heartbeats of ranks of which one is killed or suspended: every other rank ends in time and names the lost rank."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LOST_AFTER_S = 3.0
 TIMEOUT_S = {"hangs": 2 * LOST_AFTER_S} | dict.fromkeys(
     ("all hang", "all block", "fine"), LOST_AFTER_S
 )
-"""timeout_s of the cases for which it is not 60. Ranks that wait for a hung rank stop after nine tenths of it. The hung
-rank must learn of that before its own timeout."""
+"""Case -> its timeout_s, if that is not 60. Ranks that wait for a hung rank stop after nine tenths of timeout_s. The
+hung rank must be told before its own timeout_s ends."""
 
 
 def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
@@ -78,7 +78,7 @@ def misbehave(kind: str) -> None:
 
 
 class Ranks:
-    """A group of ranks that step together until something happens."""
+    """A group of ranks that take steps together, and in which a test causes a fault."""
 
     def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
         self.folder = folder / (kind or "steps")
@@ -114,7 +114,7 @@ class Ranks:
             process.join()
 
     def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
-        """Wait until this rank stops by itself, which must be in time. Return the log line that gives the reason."""
+        """Wait until rank `number` stops by itself, and fail if it does not. Return its log line with the reason."""
         process = self.processes[number]
         process.join(max(self.since + within_s - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, self.log(number))
@@ -160,7 +160,7 @@ def check_hung(group: Ranks) -> None:
 
 
 def check_interrupted(group: Ranks) -> None:
-    """Check Ctrl-C before a run has a handler of its own, while some ranks wait in a collective."""
+    """Check Ctrl-C before the run has installed its signal handler, while some ranks wait in a collective."""
     for number, process in enumerate(group.processes):
         process.join(10)
         assert (process.exitcode, group.log(number)) == (130, "" if number else "interrupted\n")
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     ],
 )
 def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """The cases of one test run at the same time, because they mostly wait."""
+    """The cases `kinds` run at the same time, because they mostly wait."""
     groups = {kind: Ranks(tmp_path, kind) for kind in kinds}
     try:
         for kind, group in groups.items():
@@ -281,7 +281,7 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
 
 
 def count_comparisons(timeout_s: float) -> int:
-    """Count how often a rank reads all heartbeats during an untimed phase of 1.4 x timeout_s."""
+    """Count how often a rank reads all heartbeats in a phase that may exceed timeout_s and lasts 1.4 x timeout_s."""
     count = 0
     with Heartbeat(1.0, timeout_s) as heart:
         read = heart._read
@@ -298,5 +298,5 @@ def count_comparisons(timeout_s: float) -> int:
 
 
 def test_heartbeats_of_all_ranks_are_read_rarely_in_a_long_phase() -> None:
-    """In a large job, every rank would otherwise ask for every heartbeat every two seconds."""
+    """If ranks did not limit this, every rank of a large job would ask for all heartbeats every two seconds."""
     assert all(1 <= count <= 6 for count in run_ranks(count_comparisons, 2, 4.0))

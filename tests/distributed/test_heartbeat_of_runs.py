@@ -1,4 +1,4 @@
-"""Heartbeats in training and in an evaluation: the lost rank is named, with the phase in which it was."""
+"""Heartbeats in training and in an evaluation: the error names the lost rank and the phase in which it was lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a host share its cores, unless a launcher or a person has set the number of threads."""
+"""The ranks of a host divide its cores among themselves, unless a launcher or user has set the number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches on several simulated hosts with the real launcher, pdsh and ssh; and hostfiles."""
+"""Launches on several simulated hosts with DeepSpeed's launcher, pdsh and ssh; reading of hostfiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks to save and stop, even if it arrives several times; a later one ends the process."""
+"""Ctrl-C: the first one asks the run to save and stop, even if its signal arrives repeatedly. A later one ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on one host reports each problem in a line of its own."""
+"""`disco-ds doctor` on one host reports each problem in a separate line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_bundled_ds_config_has_nothing_wrong(name: str) -> None:
 
 
 def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
-    """Keys as in configs of Hugging Face's Trainer, apex and Megatron."""
+    """The ds_config has keys that are common in configs of Hugging Face's Trainer, apex and Megatron."""
     given: dict[str, Any] = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -408,7 +408,7 @@ def test_captions_that_the_model_cannot_tell_apart_fail(tmp_path: Path) -> None:
 
 
 def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
-    """`disco-ds index --missing skip` counts no samples in it."""
+    """`disco-ds index --missing skip` records a missing shard with 0 samples, so the doctor must not report it."""
     write_shards(tmp_path / "data", [4, 4])
     (tmp_path / "data" / "00000.tar").unlink()
     remote = {"cache": str(tmp_path / "cache")}

@@ -1,4 +1,4 @@
-"""The doctor on two simulated hosts, first equal and then different."""
+"""`disco-ds doctor` on two simulated hosts that are first equal and then different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on several hosts and ranks: the hosts and the step."""
+"""`disco-ds doctor` on several hosts and ranks: the comparison of the hosts, and the trial step."""
 
 from __future__ import annotations
 

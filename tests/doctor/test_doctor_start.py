@@ -1,4 +1,4 @@
-"""The doctor refuses the settings that a run refuses, with the same message."""
+"""`disco-ds doctor` refuses the settings that a run refuses, with the same message."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def embed(path: Path, to: Path, *more: str) -> int:
-    """Run the command with the tiny model as the teacher."""
+    """Run `disco-ds embed` with the tiny model as the teacher. Return its exit code."""
     folder = path.parent
     weights = folder / "teacher.pt"
     model = write_tiny(folder, BPE_SIZE)

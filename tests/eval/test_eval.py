@@ -1,4 +1,4 @@
-"""Evaluation on all ranks equals a plain loop over the data, and does not affect training."""
+"""Evaluation on all ranks gives the results of a plain loop over the data, and does not affect training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of the image tower have the accuracies that scikit-learn computes from the features of one process."""
+"""Probes on several ranks have the accuracies that scikit-learn computes from the image features of one process."""
 
 from __future__ import annotations
 

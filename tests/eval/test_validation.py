@@ -1,4 +1,4 @@
-"""The validation loss on all ranks equals a plain loop; sub-folders may be named after their classes."""
+"""The validation loss on all ranks equals that of a plain loop. Also: image folders named after their classes."""
 
 from __future__ import annotations
 

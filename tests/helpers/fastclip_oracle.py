@@ -23,7 +23,7 @@ def as_tensor(values: list[float]) -> Tensor:
 
 
 class Sample:
-    """The state of one side of one sample. Unlike the package, which stores log u, it stores u."""
+    """FastCLIP's state of one side of one sample. It stores u (docs/losses.md, section 6); the package stores log u."""
 
     def __init__(self, tau: float):
         self.u: float | None = None

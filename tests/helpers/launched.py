@@ -36,7 +36,7 @@ BIN = Path(sys.executable).parent
 
 
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
-"""Metrics that a resumed run repeats bit by bit."""
+"""Metrics that must be bit-identical in a resumed and in an uninterrupted run."""
 
 
 def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The smallest complete settings."""
+"""The smallest complete settings of a run."""
 
 from __future__ import annotations
 

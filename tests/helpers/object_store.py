@@ -31,7 +31,7 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self.sent = 0
         self.cuts: list[int] = []
-        """Lengths at which responses are cut. Each applies once: to the next connection that would exceed it."""
+        """Byte counts at which responses are cut. Each is used once, by the next connection that would exceed it."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:

@@ -11,7 +11,10 @@ from torch.nn import functional as F
 
 @dataclass
 class Answer:
-    """The mean loss over the global batch and its gradients: dI and dT [B, D], and ds of the logit scale."""
+    """The mean loss over the global batch and its gradients.
+
+    dI and dT are the gradients of the image and text features, [batch, width]. ds is that of the logit scale.
+    """
 
     loss: float
     dI: Tensor  # noqa: N815
@@ -102,8 +105,9 @@ def grouped_sigmoid(
 def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
     """Return the relative error of the loss and of each gradient.
 
-    For dI and dT, it is the largest norm of a row of the difference, divided by the largest norm of a row of the true
-    gradient or by s / B if that is larger. For the loss and ds, it is relative to max(|true value|, 1).
+    The error of dI and dT is the largest norm of a row of the difference, divided by the largest norm of a row of the
+    true gradient. The divisor is at least scale / batch. The errors of the loss and of ds are relative to the true
+    value. There, the divisor is at least 1.
     """
     floor = scale / len(true.dI)
 

@@ -1,4 +1,4 @@
-"""Run the command line with a user's package on PYTHONPATH."""
+"""Run disco-ds commands with a user's package on PYTHONPATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ds_configs of every precision and ZeRO stage in the exactness tests."""
+"""The ds_configs of every precision and ZeRO stage that the exactness tests use."""
 
 from __future__ import annotations
 

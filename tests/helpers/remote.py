@@ -1,4 +1,4 @@
-"""Settings and caches for shards on a local test server."""
+"""Settings and shard caches for tests that read shards from a local server."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def is_between_stages() -> bool:
 
 
 KILLED_AT = "KILLED_AT"
-"""Environment variable that tells AdamWUntilKilled when to kill its process: a number of a step, or "border"."""
+"""Environment variable: when AdamWUntilKilled kills its process. A step number, or "border" for between two stages."""
 
 
 class AdamWUntilKilled(torch.optim.AdamW):

@@ -103,7 +103,7 @@ def prepare_groups(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
-    """Build the model. open_clip's text tower has no dropout, so `text_dropout` appends a dropout layer."""
+    """Build the model. If `text_dropout` is not 0, append a dropout layer to its text tower, which has none."""
     torch.manual_seed(config.seed)
     model: Any = build_model(
         config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None
@@ -127,7 +127,7 @@ def reference(
         chunks: The micro-batches of all ranks.
         states: For each chunk, the state of the random number generator before its forward.
         cast: Precision of the towers: fp32, autocast, bf16 or fp16.
-        text_dropout: See build_towers.
+        text_dropout: Probability of the dropout layer that build_towers appends to the text tower; 0 for no layer.
 
     Returns:
         The gradient by parameter name, and the loss.

@@ -49,7 +49,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
                 self.server.sent += self.wfile.write(bytes(2**16))
 
     def _send_part(self, path: str, data: bytes) -> None:
-        """Send a file from the requested offset, or a part of it while `broken` lists places for this path."""
+        """Send a file from the requested offset to its end, or to the next offset that `broken` lists for this path."""
         wanted, tag = self.headers["Range"], self.server.tag
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
         if wanted:
@@ -96,17 +96,18 @@ class Server(http.server.ThreadingHTTPServer):
         self.failures: dict[str, list[int]] = {}
         """Path -> HTTP statuses with which the next requests for it fail."""
         self.halves: set[str] = set()
-        """Paths of which half is sent until `resume` is set. The rest is then sent if the path is no longer in here."""
+        """Paths of which only half is sent until `resume` is set. The other half follows if the path has been removed
+        from this set by then."""
         self.stalled: set[str] = set()
         """Paths whose requests are not answered."""
         self.endless: set[str] = set()
-        """Paths whose bodies do not end."""
+        """Paths for which the response does not end until `resume` is set."""
         self.broken: dict[str, list[int]] = {}
-        """Paths for which range requests work -> offsets in the file at which the next responses are cut."""
+        """Path -> offsets in the file at which the next responses are cut. Range requests work only for these paths."""
         self.tag: str | None = '"one"'
         """ETag of the paths in `broken`."""
         self.etags: dict[str, str] = {}
-        """Path -> ETag that is sent with files that are not in `broken`."""
+        """Path -> ETag that is sent with the file. For the paths in `broken`, see `tag` instead."""
         self.content_range: str | None = None
         """Content-Range header for the paths in `broken`; None for the correct one."""
         self.sent = 0

@@ -61,7 +61,7 @@ def launched(arguments: list[str], folder: Path, *more: str) -> Iterator[subproc
 
 
 def deepspeed_session(process: Any, folder: Path) -> int:
-    """Return the session of the deepspeed process that is running."""
+    """Return the id of the running `deepspeed` process, which is also the id of its session."""
 
     def find() -> int | None:
         return next(

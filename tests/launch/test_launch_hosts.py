@@ -1,4 +1,4 @@
-"""The hosts that a launch continues with. A script takes the place of ssh."""
+"""Which hosts `disco-ds launch` continues with if some do not answer. A script replaces ssh."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_launcher_variables_are_derived_from_those_of_srun(
 def test_only_the_first_attempt_refuses_the_settings(
     codes: list[int], attempts: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a restart is refused, the settings are not the cause. It may be a file system that does not answer yet."""
+    """If only a restart is refused, the cause is not the settings. It may be a file system that does not answer."""
     done: list[int] = []
 
     def attempt(*arguments: object) -> set[int]:

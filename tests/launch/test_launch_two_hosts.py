@@ -1,4 +1,4 @@
-"""`disco-ds launch` on two and three hosts (network namespaces): overrides, lost hosts, fewer hosts."""
+"""`disco-ds launch` on two or three simulated hosts: overrides, lost hosts, and a restart on fewer hosts."""
 
 from __future__ import annotations
 

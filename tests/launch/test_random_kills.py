@@ -1,4 +1,4 @@
-"""Kill processes of a launch on two hosts at random, and flip a bit of a checkpoint: the result stays identical."""
+"""Random kills of processes of a launch on two hosts, and a flipped bit in a checkpoint, do not change the result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The replacements for open_clip's losses: full-batch gradients in other training loops, and clear errors.
+"""The replacements for open_clip's losses give full-batch gradients in other training loops, and report mistakes.
 
-Without these errors, a rank would hang, or treat its part of the batch as the whole batch.
+If a mistake were not reported, a rank would hang, or treat its part of the batch as the whole batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FastCLIP: state, loss and gradients equal a float64 oracle over many steps, at any number of ranks."""
+"""State, loss and gradients of FastCLIP equal those of a float64 reference over many steps, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def extreme(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def no_overflow() -> list[str]:
-    """Check tau 0.01, for which u ranges from e^-200 to e^200, and no single shift fits all exponents."""
+    """Check the temperature tau = 0.01, at which u ranges from e^-200 to e^200, so exp overflows without care."""
     failures = []
     ids = torch.arange(B)
     cases = [

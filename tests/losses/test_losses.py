@@ -1,4 +1,4 @@
-"""The contract of every InfoNCE loss: loss and gradients equal a float64 oracle at any number of ranks."""
+"""Loss and gradients of every InfoNCE loss equal those of a float64 reference, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiled losses at extreme logits, and their memory, which does not grow with the batch squared."""
+"""Losses that compute tiles: results at extreme logits, and memory that must not grow with the square of the batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def test_any_finite_scale_gives_the_right_loss_and_gradient(size):
 @pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.parametrize(("name", "options"), TILED)
 def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
-    """There are no negatives, so log-sums are -inf. If image and text are opposed, no single shift suffices either."""
+    """There are no negatives, so the logs of the sums over negatives are -inf.
+
+    If image and text are opposed, the losses must also use a separate maximum for each sum.
+    """
     image, text = features(1, 8, torch.float32)
     image, text = (x.clone().requires_grad_() for x in (image, -image if opposed else text))
     scale = torch.tensor([100.0], requires_grad=True)

@@ -1,4 +1,4 @@
-"""Host overhead of a loss: operations of torch outside of its tiles, and exchanges between ranks."""
+"""Host overhead of losses: how many torch operations they need outside of tiles, and how many exchanges of ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip"])
 def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
-    """The chunk size is that of a GPU, where up to 32,768 rows of width 512 are one chunk and need no more calls."""
+    """The chunks are as large as on a GPU: up to 32,768 rows of width 512 are one chunk, as in this small batch."""
     assert blocks.chunk_rows(D, torch.device("cuda")) == 32_768
     monkeypatch.setattr(blocks, "chunk_rows", lambda width, device: 32_768)
     calls = Calls()

@@ -1,4 +1,4 @@
-"""The contract of NT-Xent, against a float64 oracle over all 2B views in one process."""
+"""Loss and gradients of NT-Xent equal those of a float64 reference that computes all views in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom losses (`package.module:Class`): the example with every command, and mistakes."""
+"""Custom losses (`package.module:Class`): the example loss works with every command, and mistakes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy of 16-bit factors: the limits in docs/exactness.md, and the range of fp16 weights."""
+"""Accuracy of losses that multiply 16-bit matrices: the limits in docs/exactness.md, and the range of fp16 weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_whole_matrices_are_multiplied_in_fp32_under_autocast(name, dtype):
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
-    """Small gamma and a u far from the sums of the batch make weights as small as at a 1,000 times larger batch."""
+    """Make FastCLIP's weights as small as in a batch that is 1,000 times larger.
+
+    To this end, gamma is small, and the state u is far from the sums of the batch (docs/losses.md, section 6).
+    """
     B, D = 384, 64
     image, text = tool.make_pairs("typical", B, D)
     gradients = []

@@ -1,4 +1,4 @@
-"""Losses with teachers: value, gradients and metrics equal a float64 oracle at any number of ranks."""
+"""Losses with teachers: value, gradients and metrics equal a float64 reference at any number of ranks."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_loss_gradients_and_metrics_equal_the_oracle_on_four_ranks() -> None:
 
 
 def odd_cases() -> list[str]:
-    """Check scales for which no single shift suffices, locked towers, and small tiles."""
+    """Check very large and negative logit scales, locked towers, and small tiles. Return the failures."""
     failures = []
     image, text = (unit_rows(64, 32, seed, torch.float64) for seed in (1, 2))
     for name, scale, teacher_scale, locked, tile in [

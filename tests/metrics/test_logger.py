@@ -1,4 +1,4 @@
-"""The records of a run: the digest of a batch, metrics.jsonl after a resume, and points by number of samples."""
+"""The log records of a run: the digest of a batch, metrics.jsonl after a resume, and points for trackers by samples."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_records_wait_for_room_on_the_disk(
 def test_full_disk_does_not_end_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The evaluation at the checkpoint is repeated, but the full disk prevents that its earlier results are removed."""
+    """The resumed run repeats the evaluation at its checkpoint. The old results stay, because the disk is full."""
     earlier = [{"step": step, "samples": 8 * step, "eval/top1": 0.25} for step in (5, 10)]
     lines = "".join(json.dumps(record) + "\n" for record in earlier)
     (tmp_path / METRICS_FILE).write_text(lines)

@@ -1,4 +1,4 @@
-"""Measurements of a sampled step (phases, memory, slowest rank), and what MFU needs: FLOPs and names of GPUs."""
+"""Measurements of a step (phases, memory, slowest rank), and what MFU needs: FLOPs, and GPUs recognized by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast parts of towers have the same outputs, gradients and parameters as the modules of open_clip they replace."""
+"""The faster tower modules have the same outputs, gradients and parameters as open_clip's modules that they replace."""
 
 from __future__ import annotations
 

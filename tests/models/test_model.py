@@ -1,4 +1,4 @@
-"""The trained model: features, locked towers and options."""
+"""The model that a run trains: its features, locked towers, and options of the section `model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom models (`model.factory`): mistakes that are refused, the built model, and the example from end to end."""
+"""Custom models (`model.factory`): refused mistakes, the built model, and a complete run of the example model."""
 
 from __future__ import annotations
 

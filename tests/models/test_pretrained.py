@@ -347,7 +347,7 @@ def test_export_and_evaluation_carry_the_preprocessing(tmp_path: Path) -> None:
 
 
 def test_locked_tower_keeps_the_activations_of_its_norms(tmp_path: Path) -> None:
-    """timm's BatchNormAct2d contains the activation."""
+    """timm's BatchNormAct2d contains the activation, so freezing the norm must not drop the activation."""
     vision = {"timm_model_name": "mobilenetv2_050", "timm_pool": "avg", "image_size": 32}
     path = tmp_path / "mobile.json"
     path.write_text(json.dumps(TINY | {"vision_cfg": vision}))

@@ -1,4 +1,4 @@
-"""Planned times of steps, compared with measured ones."""
+"""Step times that `disco-ds plan` predicts, compared with measured step times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ MEASURED = [
     ("H200", "ViT-L-14", 256, 1, 77, False, 400.9),
 ]
 QUICK = ("ViT-B-32", 2048, 1, 77)
-"""Model, micro-batch, micro-batches and tokens of the rows that are not slow, because they share one trace."""
+"""(model, micro-batch, number of micro-batches, tokens per caption) of the rows that share one trace.
+
+Only these rows are not marked as slow.
+"""
 ROWS = [
     row if row[1:5] == QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in MEASURED
 ]

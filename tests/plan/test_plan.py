@@ -1,4 +1,4 @@
-"""The plan: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, and the command."""
+"""`disco-ds plan`: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, the output."""
 
 from __future__ import annotations
 
@@ -161,7 +161,10 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
 
 
 def peak_of_backward(config: Config) -> int:
-    """Return the peak of the bytes that the second backward allocates. The loss sums parameters: no activations."""
+    """Return the peak of the bytes that the second backward allocates.
+
+    The loss is the sum of all parameters, so backward needs no activations.
+    """
     engine = build_engine(
         build_model(config.model),
         config.optim,

@@ -1,4 +1,4 @@
-"""Planned memory of every registered loss, compared with what it allocates on one, two and three ranks."""
+"""Planned memory of every registered loss, compared with the memory that it allocates on one, two and three ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test runs of the GPU tools on a CPU: all kinds of slices run, fail independently, and are resumed."""
+"""tools/bench/gpu.py and tools/check/kernels.py at tiny shapes on a CPU, and the slices into which they divide work.
+
+All kinds of slices run. A slice that fails does not affect the others. An interrupted tool resumes.
+"""
 
 from __future__ import annotations
 

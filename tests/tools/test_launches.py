@@ -1,4 +1,4 @@
-"""tools/bench/launches.py, and a limit on the operations after the last backward pass: not one for each parameter."""
+"""tools/bench/launches.py. The operations after the last backward pass must be fewer than the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""contrastive_step in custom loops: the gradient is that of the full batch, with every engine and with dropout."""
+"""contrastive_step in custom loops computes the gradient of the full batch, with every engine and with dropout."""
 
 from __future__ import annotations
 
@@ -309,7 +309,10 @@ def test_batch_that_does_not_divide_is_refused(batch: Any, words: str) -> None:
 
 
 def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
-    """A list of samples looks like a list of fields. So each forward gets all samples, and a part of their tokens."""
+    """If a side of the batch is a list of samples, it is mistaken for a list of fields.
+
+    Each forward then gets all samples, but only a part of the tokens of each sample.
+    """
     tower = nn.EmbeddingBag(97, D)
 
     def forward(part: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Mistakes with contrastive_step in custom loops (docs/custom_loop.md) cause a clear error on every rank."""
+"""Mistakes with contrastive_step in custom training loops (docs/custom_loop.md) cause clear errors on every rank.
+
+Also: batches that are rejected or skipped leave no trace.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def test_engine_that_would_apply_another_gradient_is_refused() -> None:
 
 
 class Counting(nn.Module):
-    """A model with a BatchNorm, or with random numbers that do not come from torch's generators."""
+    """A model with a BatchNorm if `norm`, otherwise with random numbers that do not come from torch's generators."""
 
     def __init__(self, norm: bool):
         super().__init__()
@@ -115,7 +118,11 @@ class Counting(nn.Module):
 
 
 def reject_a_batch() -> int:
-    """Take a step that is applied, and one whose gradient is not finite. Return the forwards that BatchNorm counts."""
+    """Take a step that is applied, and a step that is refused because its gradient is not finite.
+
+    Returns:
+        The number of forward passes that BatchNorm has counted on this rank.
+    """
     model = Counting(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = ds_config(0, "fp32", 1)
@@ -130,7 +137,8 @@ def reject_a_batch() -> int:
 
 
 def test_rejected_batch_leaves_batch_statistics_alone() -> None:
-    assert run_ranks(reject_a_batch, 2) == [2, 2]  # image and text of the applied step
+    # [rank 0, rank 1]: each has counted two forward passes, image and text of the applied step.
+    assert run_ranks(reject_a_batch, 2) == [2, 2]
 
 
 def mistakes_of_forwards() -> None:

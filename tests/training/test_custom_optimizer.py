@@ -1,4 +1,4 @@
-"""Custom optimizers: elementwise ones work at every ZeRO stage, others only at ZeRO 0."""
+"""Custom optimizers: optimizers with elementwise updates work at every ZeRO stage, other optimizers only at ZeRO 0."""
 
 from __future__ import annotations
 

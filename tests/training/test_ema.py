@@ -1,4 +1,4 @@
-"""The average of the weights: compared with a loop in float64, saved, resumed, resharded, evaluated and exported."""
+"""The moving average of the weights: compared with a float64 loop, saved, resumed, resharded, evaluated, exported."""
 
 from __future__ import annotations
 

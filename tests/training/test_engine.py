@@ -1,4 +1,4 @@
-"""The engine: schedules, parameter groups, and the learning rate of updates at every ZeRO stage."""
+"""The DeepSpeed engine of a run: schedules, parameter groups, and the learning rate of updates at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) 
 
 
 def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
-    """The comparison above would detect weight decay of vectors, and missing weight decay of matrices."""
+    """compare_updates would detect it if vectors had weight decay, or if matrices had none."""
     config = tiny_config(
         write_tiny(tmp_path),
         {},

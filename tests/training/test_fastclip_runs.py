@@ -264,7 +264,10 @@ def own_rate(path: Path, deepspeed: str) -> list[float]:
     ],
 )
 def test_temperature_has_a_rate_of_its_own_and_a_third_of_it_below_a_bound(deepspeed, tmp_path):
-    """The temperature begins at 0.07, just above the bound, and the first step takes it below."""
+    """The temperature begins at 0.07, just above the bound below which its learning rate is divided by three.
+
+    The first step takes it below this bound.
+    """
     for rates in run_ranks(own_rate, 2, write_recipe(tmp_path), deepspeed):
         assert rates == pytest.approx([1.5, 0.5], rel=1e-3)
 

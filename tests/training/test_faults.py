@@ -1,4 +1,4 @@
-"""Real faults in runs of two ranks: which of them stop the run, and with which messages."""
+"""Faults in runs of two ranks, such as a full disk: which of them stop the run, and with which messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradAccum without an engine: gradients, random numbers and precision."""
+"""GradAccum, tested without an engine: gradients, random numbers and precision."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def check_curves(model: str, losses: list[str]) -> None:
 
 @pytest.mark.slow
 def test_loss_curves_are_those_of_one_rank(tmp_path):
-    """clip and disco learn the same (DisCo-CLIP, Table 2), for any number of micro-batches."""
+    """The losses `clip` and `disco` have equal curves (DisCo-CLIP, Table 2), for any number of micro-batches."""
     check_curves(write_tiny(tmp_path), ["disco_fused"])
 
 

@@ -51,7 +51,7 @@ def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, floa
     """Build a run and train.
 
     Returns:
-        The seconds of both, and the checkpoint files that this rank has opened while building.
+        The seconds of building and of training, and the checkpoint files that this rank opened while building.
     """
     opened: set[str] = set()
 

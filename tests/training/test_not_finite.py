@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: all ranks skip the batch, or the run stops."""
+"""If a loss or gradient is not finite, all ranks skip the batch. If this happens too often, the run stops."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def too_many(path: Path) -> None:
 
 
 def asked(path: Path) -> None:
-    """Check that a request to stop that arrives during a skipped batch is met after that batch."""
+    """Check that a request to stop that arrives during a skipped batch stops the run after that batch."""
     seen = []
 
     def signal_at_a_skipped_batch(run: Run, number: int) -> None:
@@ -141,7 +141,7 @@ def signal_before_any_step(run: Run, number: int) -> None:
 
 
 def features(path: Path) -> None:
-    """Check that the message names the rank whose features are not finite. The loss is not finite on any rank."""
+    """Check that the message names the one rank whose features are not finite, although all ranks' losses are NaN."""
     told = "step 0: the loss is not finite, because the features of rank 1 are not; nothing was updated"
     with ExitStack() as stack:
         run = build(load_config(path, ["name=features"]), None, stack)
@@ -218,7 +218,7 @@ def test_a_model_that_pools_the_first_token_is_stopped(tmp_path: Path) -> None:
 
 
 def overflow_at_the_bottom(path: Path) -> None:
-    """Check that a non-finite gradient counts as an error if the loss scale cannot decrease, and keeps the scale."""
+    """Check that a batch with a non-finite gradient is skipped, and the scale is kept, if the scale cannot decrease."""
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
     passed_over(
         path,
@@ -270,7 +270,7 @@ def non_finite_everywhere(path: Path) -> None:
     ],
 )
 def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails: bool) -> None:
-    """The process begins after step 90. Its steps that are not in `scales` were updates."""
+    """The run is resumed after step 90. `scales` are the loss scales of its last steps, which overflowed."""
     schedule = Schedule(8, last_step=100, num_steps=200, num_samples=1600, warmup_batch=8)
     expected = pytest.raises(FloatingPointError, match=f"the last {len(scales)} steps in a row")
     with expected if fails else nullcontext():

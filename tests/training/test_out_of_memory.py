@@ -1,4 +1,4 @@
-"""Runs that are out of GPU memory: the message and the exit code of each rank."""
+"""Runs that run out of GPU memory: the message and the exit code of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on shards in a bucket, served by rclone, that is killed and resumed on another number of ranks."""
+"""A run that reads shards from an S3 bucket (served by rclone), is killed, and resumes on another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Anomalies in runs: every anomaly is reported, spikes are skipped before the update, and healthy runs cause no
-warning.
-"""
+"""Anomalies in runs: each is reported, batches with a spike are skipped, and healthy runs cause no warning."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
 
 LOSS, NORM = MIN_HISTORY + 2, MIN_HISTORY + 3
-"""Numbers of the batches with a spike of the loss, and of only the gradient."""
+"""Number of the batch with a loss spike, and number of the batch with a spike of the gradient norm only."""
 STEPS = MIN_HISTORY + 3
 
 

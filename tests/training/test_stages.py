@@ -192,7 +192,7 @@ DROPOUT = [
 def test_run_resumed_near_a_border_is_the_uninterrupted_one(
     steps: tuple[int, ...], stage: int, tmp_path: Path
 ) -> None:
-    """Resume from checkpoints of the finished run, as after a kill. Patch dropout draws random numbers."""
+    """Resume from checkpoints of a finished run, as if it had been killed. Its patch dropout draws random numbers."""
     deepspeed = {"base": f"zero{stage}", "torch_autocast": {"enabled": False}}
     path = write(tmp_path / "run", DROPOUT, deepspeed=deepspeed)
     run = path.parent / "runs" / "tiny"

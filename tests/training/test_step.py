@@ -1,4 +1,4 @@
-"""A step applies the full-batch gradient of one process, at any number of ranks, micro-batches, stage and precision."""
+"""A step applies the full-batch gradient of one process, for all ranks, micro-batches, ZeRO stages and precisions."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) ->
 
 
 def test_step_equals_single_process(tmp_path):
-    """Every stage with GradAccum, dropout and clipping; every loss; locked towers; buckets reduced during backward."""
+    """The cases: every ZeRO stage with GradAccum, dropout and clipping; other losses; activation checkpointing; locked
+    towers; two views; gradients that are reduced in several buckets during backward."""
     pairs = (("autocast", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3))
     losses = zip(OTHER_LOSSES, (1, 3, 2, 0), strict=True)
     groups: list[Group] = [
@@ -190,7 +191,8 @@ def test_step_equals_single_process(tmp_path):
 
 
 BUCKETS = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
-"""With one micro-batch gradients are reduced during backward; the largest parameters do not fit into a bucket."""
+"""A small bucket. With one micro-batch, gradients are then reduced during backward. The largest parameters do not fit
+into a bucket."""
 
 
 OVERLAP = [("fp32", stage, count, True, "disco") for stage in (1, 2) for count in (1, 3)]
@@ -235,7 +237,7 @@ def test_overlapped_reductions_change_no_update(tmp_path):
 
 @pytest.mark.slow
 def test_overlapped_reductions_change_no_update_on_four_ranks(tmp_path):
-    """The learning rate is so large that the weights show the gradient, so its rounding in fp32 is the limit."""
+    """The learning rate is so large that the weights equal the gradient. So only its rounding in fp32 is allowed."""
     run_ranks(compare_updates, 4, write_tiny(tmp_path), 1e-6, "sgd", 1e6, 1)
 
 
@@ -387,7 +389,11 @@ def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
 
 
 def states_used(model: str) -> list[bytes]:
-    """Take two steps of three micro-batches with dropout. Return the generator's states before each first forward."""
+    """Take two steps of three micro-batches with dropout.
+
+    Returns:
+        For each micro-batch, the state of the random number generator before its first forward pass.
+    """
     config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
     engine = build(config, text_dropout=0.3)
     engine.train()
@@ -407,7 +413,7 @@ def states_used(model: str) -> list[bytes]:
 
 
 def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
-    """After a step, the generator must be in its state after the first forwards, not after a repeated one."""
+    """After a step, the generator must have the state after the last first forward, not after a repeated forward."""
     (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
     assert len(set(used)) == len(used) == 6
 

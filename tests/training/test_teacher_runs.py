@@ -1,4 +1,8 @@
-"""Runs with a teacher: equal at any number of ranks and micro-batches, resumed bit by bit, refused if it changes."""
+"""Runs with a teacher.
+
+The result does not depend on the number of ranks or micro-batches. A resumed run is bit-identical to an uninterrupted
+one. Resuming with another teacher is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Towers that do not use all parameters in every micro-batch (LayerDrop) have the gradient of one process."""
+"""If towers do not use all parameters in every micro-batch (LayerDrop), the gradient equals that of one process."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def kill_at_step(
 
 
 def test_killed_run_resumes_as_the_uninterrupted_one(tmp_path):
-    """Like the slow test below, but without launchers and with only one kill."""
+    """Like test_killed_and_resumed_run_is_the_uninterrupted_one, but without launchers and with only one kill."""
     folder = tmp_path / "a folder"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     arguments += ["steps=12", "data.workers=0", "lost_after_s=5", "optim.name=muon"]
@@ -223,7 +223,7 @@ def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
 
 
 def test_sessions_are_found():
-    """If the helper `members` found no processes, the tests above would prove nothing."""
+    """Other tests check that no process is left. They would prove nothing if the helper `members` found none."""
     with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
         assert [member.pid for member in members(process.pid)] == [process.pid]
         os.killpg(process.pid, signal.SIGKILL)

@@ -38,8 +38,8 @@ from PIL import Image
 
 BATCH = 128
 WARM_UP = 8
-"""Number of batches before the measurement starts. By then, the worker is running, and open_clip's shuffle buffer
-contains the 1,000 samples that it collects first."""
+"""Number of batches before the measurement starts. By then, the data worker is running, and open_clip's shuffle buffer
+contains its first 1,000 samples."""
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
 OLD_PACKAGES = ("webdataset==0.2.86", "pandas", "python-dateutil", "pytz", "tzdata", "six")

@@ -41,7 +41,7 @@ from tools.bench.timing import matmul_tflops, median_ms
 
 FOLDER = "runs/bench_gpu"
 SCALES = (1 / 0.07, 100.0)
-"""Logit scales: times are measured at the first, errors at both."""
+"""Logit scales. Times are measured at the first scale, and errors at both scales."""
 NOISE = (1e6, 2.0, 0.05)
 """Noise of a text relative to its image, for random, typical and aligned pairs."""
 
@@ -78,9 +78,13 @@ class Entry:
 
 
 def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> Entry:
-    """Return the entry of a loss of this package.
+    """Return the table entry of a loss of this package.
 
-    With `accuracy`, the loss also computes accuracies. The losses of other authors do not compute them.
+    Args:
+        name: Name of the loss.
+        units: Number of b x B x D matrix products in forward and backward.
+        accuracy: Whether the loss also computes accuracies. The losses of other authors do not compute them.
+        options: Options of the loss.
     """
 
     def build(_: float, batch: int) -> Method:
@@ -141,9 +145,10 @@ def _is_ours(name: str) -> bool:
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """Run a slice and record one result: the measurements, or the error as `problem`.
+    """Run the slice with this name, and record its measurements.
 
-    If a package is not installed, the result is the message of the ImportError, as `missing`.
+    If the slice fails, record the error as `problem` instead. If a package is not installed, record the message of the
+    ImportError as `missing`.
     """
     key, label = name.split(": ")
     if key in train_rates.KINDS:
@@ -195,7 +200,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
 def find_error(method: Method, true_name: str, batch: int, width: int, scale: float) -> float:
     """Return the largest gradient error of images and texts over all kinds of pairs (NOISE).
 
-    The whole batch is in this process.
+    The whole batch is computed in this process.
     """
     worst = 0.0
     for noise in NOISE:
@@ -226,8 +231,9 @@ def problem(outcome: slices.Outcome) -> str:
 def failed(name: str, outcome: slices.Outcome) -> bool:
     """Return whether a slice has failed.
 
-    Any slice has failed if it crashed or was stopped. A slice of this package has also failed if it ended without
-    results. A slice of another implementation may end without results, with a `problem` or something `missing`.
+    A slice has failed if it crashed or was stopped. A slice that measures this package has also failed if it ended
+    without results. A slice that measures another implementation may end without results, for example because a package
+    is not installed.
     """
     ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)

@@ -34,12 +34,12 @@ from tools.bench.ranks import run_ranks
 
 ERROR_BATCH = 1024
 GROUPED = ("ignored", "positives")
-"""Values of the option same_group that are measured in addition to its default.
+"""Values of the losses' option same_group that are measured in addition to its default.
 
-1% of the pairs share a group with another pair.
+In every measurement, 1% of the pairs share a group with another pair.
 """
 TAUGHT = {"teacher_weight": 0.5}
-"""Options of the variant `taught`. Its teacher has the student's features."""
+"""Options of the variants called "taught", which have a teacher. The teacher's features are those of the student."""
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
-    """Return all registered losses and their variants, by label. A variant sets options that change the cost."""
+    """Return all registered losses and some variants, by label. A variant has other options, which change the cost."""
     options: dict[str, dict[str, Any]] = {}
     for name in list_losses():
         options[name] = {}
@@ -85,7 +85,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
-    """Build a loss of this package. With `accuracy`, the loss also computes accuracies, as on logged steps."""
+    """Build a loss of this package. `accuracy`: whether it also computes accuracies, as in logged steps."""
     taught = "teacher_weight" in options
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
@@ -118,7 +118,7 @@ def other_methods(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def pretend(N: int) -> None:
-    """Simulate N ranks in this process. Nothing is sent: the other ranks' blocks are copies of this rank's blocks."""
+    """Simulate N ranks in this process. Nothing is sent: the features of the other ranks are copies of this rank's."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -240,7 +240,10 @@ def run_once(method: Method, leaves: list[Tensor]) -> float:
 
 
 def row_error(got: Tensor | None, true: Tensor | None, floor: float = 0.0) -> float:
-    """Return the largest norm of a row of got - true, divided by that of true or by `floor` if that is larger."""
+    """Return the largest norm of a row of got - true, divided by the largest norm of a row of true.
+
+    The divisor is at least `floor`.
+    """
     assert got is not None
     assert true is not None
     size = true.norm(dim=1).max().clamp(min=floor)
@@ -272,7 +275,7 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure all methods. Return each method's results, each of which is the largest of all ranks. Collective."""
+    """Measure all methods. Return the results of each method: the maximum over ranks of each number. Collective."""
     # open_clip calls deprecated collectives of torch.
     warnings.simplefilter("ignore", FutureWarning)
     on_gpu = torch.cuda.is_available()

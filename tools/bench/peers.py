@@ -23,9 +23,12 @@ class Peer:
     build: Callable[[float], Method]
     """Builds the loss for this logit scale; raises ImportError if the package is not installed."""
     units: int
-    """Number of matrix products of size b x B x D in forward and backward, if there is only one rank."""
+    """Number of b x B x D matrix products in forward and backward on one rank.
+
+    b is the local batch, B the global batch and D the width of the features.
+    """
     units_of_share: int | None
-    """Number of these products on each rank, if there are several ranks. None: the loss supports only one rank."""
+    """Like `units`, for each rank if there are several ranks. None: the loss supports only one rank."""
 
 
 def open_clip(
@@ -77,7 +80,7 @@ def inf_cl(_: float) -> Method:
 
 
 def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
-    """Return a builder of memeff's loss for features that are converted to `dtype`. memeff multiplies fp32 in tf32."""
+    """Return a builder of memeff's loss for features that are converted to `dtype`. memeff multiplies fp32 as tf32."""
 
     def build(scale: float) -> Method:
         from memeff import DistributedMemoryEfficientCLIPLoss, MemoryEfficientCLIPLoss

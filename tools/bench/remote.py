@@ -48,7 +48,7 @@ from tools.bench.data import TOKENIZER, make_jpeg
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
-"""Size of the cache in GB. The shards of an epoch have 0.64 GB."""
+"""Size of the cache in GB. All shards of the data set together have 0.64 GB."""
 DATA_SETS = (("LAION-400M", 41_455, 9_900, 0.24), ("DataComp-1B", 140_000, 9_100, 0.352))
 """For each data set: name, number of shards, samples per shard, GB per shard."""
 WARM_UP, STEPS = 20, 100
@@ -149,9 +149,16 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
 
 
 def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
-    """Count the shards that the first global batch needs with the default number of slots. Return a line of the table.
+    """Return a line of the table: what the first global batch needs with the default number of slots.
 
-    The line also shows the size of these shards in GB and the seconds to fetch them.
+    The line shows the number of slots, the number of shards that are needed, their size in GB, and the seconds that 1
+    host and 8 hosts take to fetch them.
+
+    Args:
+        num_shards: Number of shards of the data set.
+        samples: Samples per shard.
+        gb: GB per shard.
+        batch: Global batch.
     """
     shards = tuple(Shard(str(i), samples, int(gb * 1e9)) for i in range(num_shards))
     source = Manifest(Path(), shards, tuple(shard.name for shard in shards))

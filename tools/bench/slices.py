@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 Record = Callable[..., None]
-"""Adds a line with these fields to the results of the running slice."""
+"""Function that adds a line to the results of the running slice. Its keyword arguments are the fields of the line."""
 PATIENCE = 3
 """A slice is stopped after this many times its expected duration."""
 PACKAGES = ("torch", "triton", "deepspeed", "open_clip_torch", "inf-cl", "memeff", "siglip-kernel")
@@ -36,23 +36,23 @@ PACKAGES = ("torch", "triton", "deepspeed", "open_clip_torch", "inf-cl", "memeff
 class Slice:
     name: str
     seconds: float
-    """Expected seconds on a GPU after the imports."""
+    """Expected duration on a GPU, without the imports."""
 
 
 @dataclass
 class Outcome:
-    """The most recent run of a slice."""
+    """What is known about the most recent run of a slice."""
 
     where: dict[str, Any] = field(default_factory=dict)
     """Date, device and versions of the run."""
     records: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
-    """"done", or why it failed or was stopped; None while it runs."""
+    """How the slice ended: "done", or the reason why it failed or was stopped. None if it has not ended."""
     seconds: float = 0.0
 
 
 class Results:
-    """A file of lines {"slice": name, ...}. Lines of several processes may be interleaved."""
+    """The results file. Each line is a JSON object {"slice": name, ...}. Several processes may append lines to it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -136,12 +136,12 @@ def run(
     Args:
         slices: All slices, in the order in which they run.
         args: What `parse` returned.
-        jobs: Number of slices that may run at the same time. If they measure time: 1.
+        jobs: Number of slices that may run at the same time; 1 if they measure time.
         show: Called with the name and outcome of a slice that has ended; returns the text to print.
 
     Returns:
-        The outcomes of the selected slices, including those of earlier calls, and the number of slices that are left
-        for another call. Slices that have not been started have no outcome.
+        The outcomes of the selected slices, including those that ended in earlier calls; and the number of selected
+        slices that have not ended. Slices that have never been started have no outcome.
     """
     results, deadline = Results(args.out), time.monotonic() + args.budget
     chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
@@ -174,7 +174,7 @@ def run(
 
 
 class Child:
-    """The process of one slice. Until `follow` is called, it only imports modules."""
+    """The process that runs one slice. Until `follow` is called, it imports modules and then waits."""
 
     def __init__(self, of: Slice, args: argparse.Namespace):
         self.slice, self.log_path = of, args.out.with_suffix(".log")
@@ -208,7 +208,7 @@ class Child:
         return True
 
     def _wait(self, seconds: float) -> int | None:
-        """Tell the process to start. Return its exit code, or None if it still runs after `seconds`."""
+        """Tell the process to run its slice. Return its exit code, or None if it has not ended after `seconds`."""
         try:
             self.process.communicate(b"start\n", timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -227,14 +227,14 @@ class Child:
 
 
 def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
-    """Run the slice that --slice names in this process, once the parent process says that it is its turn.
+    """Run in this process the slice that --slice names. First wait until the parent process says that it may start.
 
     Args:
         args: What `parse` returned.
-        do: Does the work of the slice, and records results with the function that it is given.
+        do: Runs the slice. It gets the function with which it records results.
 
     Returns:
-        The exit code.
+        The exit code of this process.
     """
     if not sys.stdin.readline():  # the parent process has ended
         return 1
@@ -246,7 +246,10 @@ def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
 
 @contextmanager
 def case(record: Record, **fields: Any) -> Iterator[None]:
-    """Record an error in this block as its `problem`, with `fields`, so that the rest of the slice still runs."""
+    """Catch an error in the `with` block and record it, so that the rest of the slice still runs.
+
+    The record contains the error as `problem`, and `fields`.
+    """
     try:
         yield
     except Exception as error:

@@ -54,7 +54,7 @@ from tools.bench.timing import Clock
 TINY = str(Path(__file__).with_name("tiny_vit.json"))
 """Config of the tiny model that --rehearse uses in place of every other model."""
 MICRO_BATCHES = {"ViT-B-32": 2048, "ViT-B-16": 768, "ViT-L-14": 256}
-"""Model -> micro-batch. With it, `disco-ds plan` predicts a peak memory of 65 to 72 GiB."""
+"""Model -> micro-batch for which `disco-ds plan` predicts a peak memory of 65 to 72 GiB."""
 MFU_GOALS = {"ViT-B-32": 0.30, "ViT-B-16": 0.45, "ViT-L-14": 0.50}
 ACCUMULATED = ("ViT-B-32", "ViT-L-14")
 FROM_SHARDS = ("ViT-B-32", "ViT-L-14")
@@ -127,10 +127,10 @@ def other_slices() -> list[slices.Slice]:
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """Run the slice with this name, and add one record.
+    """Run the slice with this name, and record its results.
 
-    The record contains the results. If the slice fails, it contains the error as `problem` instead, or, if a package is
-    not installed, the ImportError as `missing`.
+    If the slice fails, record the error as `problem` instead. If a package is not installed, record the message of the
+    ImportError as `missing`.
     """
     kind, label = name.split(": ")
     work: dict[str, Callable[[str, bool], dict[str, Any]]] = {
@@ -231,8 +231,8 @@ def draw_lengths(captions: str, m: int, context: int) -> np.ndarray:
     """Draw the number of tokens of m captions.
 
     Args:
-        captions: "mean19": like alt texts, log-normal with a mean of 19.6, a median of 18, and 36 at 95%. "full": all
-            captions fill the context.
+        captions: "full": all captions fill the context. "mean19": a log-normal distribution like that of alt texts,
+            with a mean of 19.6, a median of 18 and a 95th percentile of 36.
         m: Number of captions.
         context: Maximum number of tokens.
     """
@@ -273,7 +273,7 @@ def build_step(config: Config, captions: str = "full") -> tuple[Callable[[], Any
 
 
 def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]:
-    """Run `warmups` steps and then `steps` steps without a pause. Return the milliseconds of each of the latter."""
+    """Run `warmups` steps and then, without a pause, `steps` measured steps. Return the milliseconds of each."""
     for _ in range(warmups):
         step()
     if torch.cuda.is_available():
@@ -305,7 +305,7 @@ def peak_bytes() -> int:
 
 
 def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
-    """Compare a step of K micro-batches with K steps of one micro-batch."""
+    """Compare the time of one step of several micro-batches with that of as many steps of one micro-batch each."""
     count, found = 2 if rehearse else 8, {}
     for name, k, steps in (("plain", 1, 2 * count), ("whole", count, 3)):
         config = settings(model, MICRO_BATCHES[model], k, rehearse)

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
 """The kernels that the losses launch: label -> (name of the kernel, flags)."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
-"""Arguments for which Triton does not compile a version for multiples of 16 (see _jit in triton_kernels.py)."""
+"""Kernel arguments that Triton does not specialize for multiples of 16 (see _jit in triton_kernels.py)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ def compile_kernel(
     """Compile a kernel with the types, alignment and flags with which triton_tiles.py launches it for a large tile.
 
     Args:
+        variant: A key of VARIANTS.
+        precision: Precision of the matrix products.
+        D: Width of the rows.
+        config: Block sizes, numbers of warps and stages, and flags.
+        arch: Architecture of the GPU, such as 90.
         strided: Whether the rows are neither contiguous nor aligned.
 
     Raises:
@@ -214,7 +219,7 @@ def main() -> int:
 
 
 def show(variant: str, precision: str, D: int, config: triton.Config, arch: int) -> bool:
-    """Compile a kernel, print a line of the table, and return whether it compiled."""
+    """Compile a kernel, print its line of the table, and return whether it compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
     block += " p" * sizes.get("PERSISTENT", False)

@@ -62,19 +62,19 @@ PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "tf32", "fp32")
 @dataclass(frozen=True)
 class Sizes:
     square: Tile
-    """Default tile of the functions that write weights, which are as large as the tile."""
+    """Tile with the default size for the functions that write a weight for each of its entries."""
     wide: Tile
-    """Default tile of the functions that compute only sums and maxima of rows and columns."""
+    """Tile with the default size for the functions that compute only sums and maxima of rows and columns."""
     block: Tile
-    """Block for the check with default tiles. In FULL, it is larger than the default tile of weights."""
+    """Block that is computed in tiles of the default size. In FULL, it is larger than one tile, `square`."""
     ragged: Tile
     others: tuple[Tile, ...]
     batch: int
     """Global batch of the slices that check losses."""
     far: int
-    """Number of elements that precede the checked ones in their tensor."""
+    """Number of elements that check_far puts in front of the checked elements in the same tensor."""
     repeats: int
-    """Number of repetitions of a 16-bit result that are compared bitwise with the first result."""
+    """Number of times that check_bits repeats a computation to compare the result bitwise with the first one."""
 
 
 FULL = Sizes(
@@ -103,15 +103,15 @@ REHEARSAL = Sizes(
 
 
 def factors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Return rows [n, D] and columns [m, D]."""
+    """Return random unit rows [n, D] and columns [m, D] with the sizes and the memory layout of `tile`."""
     rows = features(tile.n, tile.D, device(), 1, tile.layout)
     return rows, features(tile.m, tile.D, device(), 2, tile.layout)
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Check rows, columns and weights that lie more than `beyond` elements into their tensor.
+    """Check rows, columns and weights that lie more than `beyond` elements after the start of their tensor.
 
-    For 2^31 elements, this takes 9 GB of memory.
+    With `beyond` = 2^31, this takes 9 GB of memory.
     """
     from disco_ds.losses.kernels import triton_tiles as tiles
 
@@ -128,7 +128,7 @@ def check_far(beyond: int, record: Record) -> None:
     true = (near.double() @ last.double().T * scale - shift).exp()
 
     def note(name: str, got: Tensor, right: Tensor, like: torch.dtype = torch.float32) -> None:
-        """Record the error of `got`. The allowed error depends on the error of rounding `right` to the dtype `like`."""
+        """Record the error of `got`. It may be about twice the error of rounding `right` to the dtype `like`."""
         keep(record, "far", Check(name, error(got, right), error(right.to(like), right)))
 
     with slices.case(record, case="far rows and columns"):
@@ -208,7 +208,10 @@ def check_bits(precision: Precision, sizes: Sizes, record: Record) -> None:
 
 
 def check_square(precision: Precision, sizes: Sizes, record: Record) -> None:
-    """Check both default tiles, and a tile whose sizes are not multiples of the block sizes."""
+    """Check the tiles `sizes.square`, `sizes.wide` and `sizes.ragged`.
+
+    The first two have default sizes. The sizes of the last one are not multiples of the kernels' block sizes.
+    """
     tiling = Tiling(None, precision, "triton")
     check_tile(sizes.square, tiling, record)
     check_tile(sizes.wide, tiling, record, sums_on_tile)

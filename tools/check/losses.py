@@ -32,8 +32,10 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "isogclr": ("isogclr", {}),
 }
 TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
-"""Loss -> plain loss with the same true value. The reference is the plain loss in float64. A loss that is not listed
-here is compared with its own float64 result."""
+"""Name of a loss -> name of a plain loss with the same exact value, whose float64 result is the reference.
+
+A loss that is not listed here is compared with its own float64 result.
+"""
 KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
 OWN_TAU = ("fastclip_v2", "isogclr")
 CASES = (
@@ -44,16 +46,18 @@ CASES = (
     ("outlier", 100.0),
 )
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
-"""Precision -> largest error that Triton may have, even if torch's error is larger. A limit is several times the
-rounding error on a CPU. It reveals mistakes that Triton and torch share."""
+"""Precision -> limit of Triton's error, even if torch's error is larger.
+
+A limit is several times the rounding error on a CPU. It reveals mistakes that Triton and torch share.
+"""
 SCALARS = ("loss", "d scale", "d bias")
 
 
 def check(precision: str, batch: int, D: int, record: Record) -> None:
     """Check every loss in every case.
 
-    Three things are checked: the errors of the loss and its gradients, that two runs give the same bits, and that the
-    loss uses one shift for all rows exactly when one shift suffices.
+    Three things are checked: the errors of the loss and its gradients; that two runs give the same bits; and that the
+    loss uses one shift for all rows if and only if one shift suffices. A shift is subtracted from logits before exp.
     """
     limit = LIMITS.get(precision, LIMITS["fp16"] if device() == "cuda" else LIMITS["fp32"])
     for kind, s in CASES:
@@ -113,8 +117,8 @@ def check_reference(batch: int, D: int, record: Record) -> None:
 def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
     """Return the inputs of a loss: image and text [B, D], which are unit rows, and scale and bias [1].
 
-    If `kind` is "outlier", one image is far from all texts, including its own. No single shift then keeps both the sum
-    of this image and the sums of the other images within the range of fp32.
+    If `kind` is "outlier", one image is far from all texts, including its own. If the same shift is subtracted from all
+    logits before exp, either the sum of this image or the sums of the other images then leave the range of fp32.
     """
     generator = torch.Generator().manual_seed(1)
     image, noise = (torch.randn(batch, D, generator=generator) for _ in "ab")
@@ -175,8 +179,8 @@ def answer(
         options: Options of the loss, and `accuracy`.
 
     Returns:
-        The loss and the gradients by name. Softmax losses that compute tiles also have `shift`: whether one shift
-        served all rows.
+        The loss and the gradients by name. For softmax losses that compute tiles, also `shift`: whether the same shift
+        was subtracted from all logits before exp.
     """
     if impl is not None:
         options["impl"] = impl

@@ -27,13 +27,13 @@ PASSES = ("replay", "forward", "held", "backward")
 
 
 def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
-    """Run the forward and backward passes with m samples, and measure their memory.
+    """Run the forward and backward passes of the towers with m samples, and measure their memory.
 
     Returns:
-        The measured memory of the passes. All other fields, such as FLOPs, come from a trace.
+        The memory of the passes as measured. All other fields, such as FLOPs, are those that `disco-ds plan` traces.
 
     Raises:
-        torch.OutOfMemoryError: If the passes do not fit.
+        torch.OutOfMemoryError: If the passes do not fit into the memory.
     """
     model = prepare_model(config).to(device)
     batch = make_batch(model, m, device)
@@ -71,7 +71,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
 
 
 def compare(config: Config) -> str:
-    """Return a table of traced and measured memory."""
+    """Return a table that compares the memory that `disco-ds plan` traces with the measured memory."""
     device = comm.local_device()
     m, choice = config.micro_batch, "the recipe's micro-batch"
     if device.type == "cuda":

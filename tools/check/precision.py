@@ -24,7 +24,7 @@ from disco_ds.losses import Embeddings, build_loss
 
 SCALES = (14.3, 100.0)
 NOISE = {"random": None, "typical": 2.0, "aligned": 0.05}
-"""Noise of texts relative to their images. None: texts are independent of images."""
+"""Kind of pairs -> noise of a text relative to its image. None: texts are independent of images."""
 OURS: dict[str, dict[str, Any]] = {
     "fp16 (auto on a GPU)": {"precision": "fp16"},
     "bf16": {"precision": "bf16"},
@@ -71,7 +71,7 @@ def error(got: Gradients, true: Gradients, scale: float) -> float:
 
 
 def measure(B: int, D: int) -> dict[str, list[float]]:
-    """Return the errors of each method: one error for each combination of a kind of pairs and a scale."""
+    """Return the gradient errors of each method, one for each combination of a kind of pairs and a logit scale."""
     table: dict[str, list[float]] = {name: [] for name in (OPEN_CLIP, *OURS)}
     for kind in NOISE:
         image, text = make_pairs(kind, B, D)

@@ -31,8 +31,8 @@ from tools.bench.slices import Record
 
 SHIFT = 3.0
 TINY = 2e-6
-"""Error that Triton may have in addition to twice torch's error. fp32 sums over up to 1,152 products may differ by this
-much if the products are added in another order."""
+"""Triton's error may exceed twice torch's error by this much. fp32 sums of up to 1,152 products may differ by this much
+if the products are added in another order."""
 SUMS = "sums of rows", "sums of columns", "maxima of rows", "maxima of columns"
 OnTile = Callable[..., dict[str, Tensor]]
 
@@ -94,10 +94,10 @@ def check_tiles(
     """Check every function of triton_tiles on a tile.
 
     Args:
-        rows: [n, D], fp32. The functions get a rounded copy with the strides of this tensor.
-        columns: [m, D], fp32. They are rounded in the same way.
-        pairs: See Tile.
-        tiling: The tiling, whose precision is used.
+        rows: [n, D], fp32. The functions get a copy that is rounded to the tiling's precision and has the same strides.
+        columns: [m, D], fp32. The functions get such a copy too.
+        pairs: Row i and column i + pairs are a positive pair. None: the tile has no positive pairs.
+        tiling: The tiling.
         on: Function that computes the outputs, such as on_tile (the default) or sums_on_tile.
     """
     from disco_ds.losses.kernels import triton_tiles
@@ -124,9 +124,10 @@ def on_tile(
         tiles: triton_tiles or torch_tiles.
         r: [n, D], rows as Tiling.factor returns them.
         c: [m, D], columns as Tiling.factor returns them.
-        pairs: See Tile.
+        pairs: Row i and column i + pairs are a positive pair. None: the tile has no positive pairs.
         tiling: The tiling.
-        grouped: Whether some rows and columns are in groups. Entries within a group are left out.
+        grouped: Whether some rows and columns belong to groups. The outputs then leave out the entries of a row and a
+            column in the same group.
 
     Returns:
         Name of an output -> output.
@@ -166,7 +167,7 @@ def sums_on_tile(
     tiling: Tiling,
     grouped: bool = False,
 ) -> dict[str, Tensor]:
-    """Run the functions that compute sums and maxima but no weights. The arguments and result are those of on_tile."""
+    """Run the functions that compute sums and maxima but no weights. Arguments and result are like those of on_tile."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
     scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
@@ -191,7 +192,10 @@ def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return different scales for all rows [n] and columns [m]. They reach 900, so no single shift suffices."""
+    """Return a different logit scale for each row [n] and for each column [m].
+
+    The scales reach 900, so no single number can be subtracted from all logits to keep all sums of exp in range.
+    """
     rows = torch.linspace(1, 900, n, dtype=dtype, device=device)
     return rows, torch.linspace(1, 700, m, dtype=dtype, device=device)
 
@@ -210,6 +214,12 @@ def check_blocks(
 
     The float64 reference uses rows and columns that are first rounded to the precision of the tiling. So the errors do
     not include this rounding.
+
+    Args:
+        rows: [n, D], fp32.
+        columns: [m, D], fp32.
+        first: Row i and column i + first are a positive pair. None: the block has no positive pairs.
+        tiling: The tiling. Its implementation is ignored: both are run.
     """
     exact_rows, exact_columns = (tiling.round(x).double() for x in (rows, columns))
     true = on_block(exact_rows, exact_columns, first, replace(tiling, impl="torch"))
@@ -270,7 +280,7 @@ def device() -> str:
 
 
 def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
-    """Record a check. It fails if Triton's error exceeds `limit`, or the bound that depends on torch's error."""
+    """Record a check. It fails if Triton's error exceeds `limit`, or exceeds twice torch's error plus TINY."""
     record(
         case=label,
         what=check.name,

@@ -111,7 +111,7 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
 
 
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the name, type, default and meaning of each setting of a model. Settings that are groups are left out."""
+    """Yield the name, type, default and meaning of each setting of a model, except settings that are groups."""
     for name, field in model.model_fields.items():
         is_group = inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
         if is_group or field.exclude:

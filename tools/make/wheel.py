@@ -21,7 +21,7 @@ BUILD = (
     "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 )
 FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
-"""Folder inside the installed package -> folder in the repository. The wheel must contain all data files of it."""
+"""Folder inside the installed package -> folder in the repository, all of whose data files the wheel must contain."""
 SUFFIXES = {".yaml", ".json", ".md", ".tar"}
 
 

@@ -1,4 +1,4 @@
-"""Where the Triton kernels are used."""
+"""On which GPUs and with which versions of Triton the losses use the Triton kernels."""
 
 from __future__ import annotations
 

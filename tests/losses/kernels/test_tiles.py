@@ -146,7 +146,7 @@ def half_factors() -> list[str]:
 
 
 def far_rows() -> list[str]:
-    """Check rows that start more than 2^31 elements into their tensor. The other elements are never accessed."""
+    """Check rows that lie more than 2^31 elements after the start of their tensor. Other elements are not accessed."""
     from disco_ds.losses.kernels import triton_tiles
 
     torch.use_deterministic_algorithms(False)
