@@ -62,10 +62,10 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
 
 
 def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
-    """Load the trained parameters of a checkpoint into the engine, even if the shape has changed. Collective.
+    """Load a checkpoint's trained parameters into an engine with any number of ranks, ZeRO stage and precision.
 
-    The random generators are not restored, so random draws, such as dropout, differ from those of a run
-    whose shape had not changed.
+    Collective. The random generators are not restored. Random draws, such as dropout, therefore differ from those of an
+    uninterrupted run.
 
     Args:
         saved: A verified checkpoint.

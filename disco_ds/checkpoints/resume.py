@@ -168,7 +168,7 @@ def restore(
 
 @contextmanager
 def _settings_kept(engine: Engine) -> Iterator[None]:
-    """Keep this run's optimizer settings while the block loads a checkpoint. DeepSpeed would restore the old ones."""
+    """Keep this run's optimizer settings while the block loads a checkpoint. DeepSpeed would use the checkpoint's."""
     optimizer = engine.optimizer
     before = {
         group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group}
