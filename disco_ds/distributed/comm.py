@@ -227,7 +227,7 @@ def gather(x: Tensor, group: Group = None) -> Tensor:
         group: The ranks that take part.
 
     Returns:
-        [N b, ...].
+        [N b, ...], where N is the number of ranks.
     """
     return _Gather.apply(x, group)
 
@@ -236,7 +236,8 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
     """Sum `x` over ranks and return this rank's rows of the sum. Collective; not differentiable.
 
     Args:
-        x: [N b, ...], contiguous. It serves as a buffer, so its content is undefined afterwards.
+        x: [N b, ...], contiguous: b rows for each of N ranks. It serves as a buffer, so its content is undefined
+            afterwards.
         group: The ranks that take part.
 
     Returns:

@@ -1,6 +1,6 @@
 """All patches of DeepSpeed's internals.
 
-The docstring of each function states why the patch is needed, and for which DeepSpeed version it was
+The docstring of each public patch states why the patch is needed, and for which DeepSpeed version it was
 written. When DeepSpeed is upgraded, check every function again.
 """
 

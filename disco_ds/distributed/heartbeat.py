@@ -7,8 +7,9 @@ runs two background threads:
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
-- The clock thread ends the process if the store has not answered for too long. It also reads signals.
-  It never uses the store, because a call to TCPStore blocks forever if the store's host is frozen.
+- The clock thread ends the process if the store has not answered for too long. It also notices
+  signals, even while the main thread is blocked. It never uses the store, because a call to TCPStore
+  blocks forever if the store's host is frozen.
 
 A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
 the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
@@ -113,7 +114,7 @@ class Heartbeat:
         # If an iteration of a thread's loop takes longer than this, the process was frozen.
         self._frozen_s = 3 * self._interval_s
         self.place = Place(0, 0, "building")
-        """The place of the last mark that this rank has passed."""
+        """The place that the last call of `mark` recorded."""
         self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
