@@ -70,7 +70,7 @@ def contrastive_step(
             may be nested. In a micro-batch, mappings are dicts. With micro_batches=1, the batch is not split and
             may be anything.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
-            sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
+            sides, [b / K, width] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
         micro_batches: K, the number of micro-batches; b must be a multiple of K.
         scale: The factor that multiplies the similarities, exp(logit_scale). Required if `forward` does not
@@ -151,7 +151,7 @@ def contrastive_step(
 
 
 _checked: WeakKeyDictionary[Any, set[tuple[int, bool]]] = WeakKeyDictionary()
-"""Maps a model to the modes (K, model.training) in which it has completed a step.
+"""Maps a model to the modes (number of micro-batches, model.training) in which it has completed a step.
 
 Some checks are expensive, so they run only until the first step of each mode has succeeded.
 """
@@ -181,10 +181,11 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
 def _split_on_all_ranks(
     batch: Any, count: int, device: torch.device | None
 ) -> tuple[list[Any], int | None]:
-    """Call `split`. If it fails on any rank, or if the counts differ, raise ValueError on all ranks.
+    """Split the batch into `count` parts with micro_batches.split. Collective if count > 1.
 
-    If only some ranks raised, the others would wait for them in the next collective. Collective if
-    count > 1, so a count of 1 on only some ranks is not detected.
+    If the split fails on any rank, or if `count` differs between ranks, every rank raises ValueError. Otherwise, ranks
+    without an error would wait for the others in the next collective. If only some ranks have a count of 1, this is not
+    detected.
 
     Returns:
         The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
@@ -210,7 +211,7 @@ def _split_on_all_ranks(
 
 @dataclass
 class _Towers:
-    """Runs the user's forward on a micro-batch, and runs it again to backpropagate. See grad_accum.Towers."""
+    """Runs the user's forward on a micro-batch, and again to backpropagate (implements grad_accum.Towers)."""
 
     forward: ForwardFunction
     backend: _Engine | _Plain

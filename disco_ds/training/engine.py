@@ -42,10 +42,13 @@ is optional. Repeated calls with the same micro-batch return the same values."""
 
 
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
-    """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
+    """Turn a micro-batch into the inputs of the towers: (image, text, sample ids).
 
-    The augmentation depends only on (seed, epoch, sample id) or, if a teacher's embeddings are stored with the samples,
-    on numbers stored with these embeddings. So both forwards of a micro-batch get equal inputs.
+    For a model with two views, the second view of each image takes the place of the text. With data.group_by, the group
+    ids are a fourth element.
+
+    The augmentation depends only on (seed, epoch, sample id). If a teacher's embeddings are stored with the samples, it
+    depends only on numbers stored with these embeddings. So repeated calls return equal inputs.
     """
     drawn = batch.epoch, batch.index, config.seed
     if batch.stored is not None:
@@ -69,12 +72,15 @@ class SpikeError(Exception):
 
 
 class EngineTowers:
-    """Runs an engine's towers on a micro-batch, see grad_accum.Towers. A locked tower runs only in the first forward.
+    """Runs an engine's towers on a micro-batch (implements grad_accum.Towers).
+
+    A call computes the features for the loss. `again` computes them a second time, for the backward, without the locked
+    towers.
 
     Args:
         engine: The engine.
         prepare: Turns a micro-batch into the inputs of the towers.
-        teacher: Runs on each micro-batch in the first forward.
+        teacher: Called on each micro-batch; `again` does not call it.
     """
 
     def __init__(self, engine: Engine, prepare: Prepare, teacher: RunTeacher | None = None):
@@ -178,7 +184,7 @@ def build_custom(
     Args:
         factory: Import path of the function that builds the optimizer.
         groups: Parameter groups, the argument of that function.
-        elementwise: optim.elementwise, without which the optimizer is used only at ZeRO 0.
+        elementwise: The setting optim.elementwise. If it is False, the optimizer can be used only at ZeRO 0.
 
     Raises:
         ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups, or if
@@ -263,9 +269,9 @@ def backward_and_step(
 ) -> Tensor | None:
     """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
 
-    Both errors are raised on every rank, and leave the weights, optimizer, loss scaler and counters as they were before
-    the step. There is one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in their
-    parameter groups then includes this step.
+    The two errors listed below are raised on every rank. They leave the weights, optimizer, loss scaler and counters as
+    they were before the step, with one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in
+    their parameter groups then includes this step.
 
     Args:
         engine: The engine.

@@ -136,13 +136,13 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
     """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
 
     Args:
-        scales: The loss scale after each step since the last applied update, see Run.overflows.
+        scales: The loss scale after each step since the last applied update. All of these steps overflowed.
         step: Number of completed steps.
         schedule: Length of the run.
 
     Raises:
-        FloatingPointError: If enough consecutive steps were skipped to halve the loss scale to 1, or if this is the
-            last step and this process has not updated anything.
+        FloatingPointError: In either of two cases: there were enough skipped steps in a row to halve the loss scale
+            down to 1; or this is the last step and this process has not updated anything.
     """
     most = math.log2(max(scales[0], 1)) + 1
     if len(scales) > most or step == schedule.last_step == schedule.first_step + len(scales):
