@@ -31,7 +31,7 @@ A flat tensor is the concatenation of many parameters.
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous part of a parameter: a range of elements in the flat states of the rank that held it."""
+    """A contiguous part of a parameter: `numel` elements of the flat states of one rank, from index `start`."""
 
     states: States
     start: int

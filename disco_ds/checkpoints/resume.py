@@ -168,7 +168,7 @@ def restore(
 
 @contextmanager
 def _settings_kept(engine: Engine) -> Iterator[None]:
-    """Keep this run's optimizer settings while the block loads a checkpoint. DeepSpeed would use the checkpoint's."""
+    """Keep this run's optimizer settings while the `with` block loads a checkpoint, which contains older settings."""
     optimizer = engine.optimizer
     before = {
         group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group}

@@ -103,7 +103,7 @@ def session(timeout_s: float) -> Iterator[None]:
     exit and stops the others.
 
     Args:
-        timeout_s: See `init`.
+        timeout_s: Timeout of collectives.
 
     Raises:
         ValueError: If this process has joined a process group already.
@@ -355,8 +355,8 @@ def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[No
         agreed: Type of the error that all ranks raise.
 
     Raises:
-        AgreedError: On every rank, if the block failed on any rank. The message contains the first error, and
-            the ranks and hosts that failed.
+        AgreedError: On every rank, if the block failed on any rank. If `agreed` is given, it replaces this type. The
+            message contains the first error. If some ranks or hosts did not fail, it names those that did.
     """
     problem: str | None = None
     try:

@@ -119,7 +119,7 @@ class Heartbeat:
         self._timed = False
         self._last_answer = time.monotonic()
         self._compared_at = 0.0
-        """When this rank last read all heartbeats. This must be rare, because all ranks may do it at the same time."""
+        """When this rank last read all heartbeats. Such reads must be rare: all ranks may do it at the same time."""
         self._serial = 0
         self._exit_reason: str | None = None
         """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""

@@ -16,7 +16,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 """Option of prctl that sets the signal that a process receives when its parent ends."""
 FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
-"""How a command line shows that the process is DeepSpeed's front end: by the name of its script or of its module."""
+"""A process is DeepSpeed's front end if a word of its command line is one of these names or a path to one of them."""
 
 
 def die_with_launcher() -> None:

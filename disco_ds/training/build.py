@@ -188,8 +188,8 @@ def build(
 
     Args:
         config: Settings of the run.
-        resume: "latest", a run folder, or a checkpoint in a run folder; "auto" resumes if there is a
-            complete checkpoint and starts a new run otherwise; None starts a new run.
+        resume: "latest", a run folder, or a checkpoint in a run folder. "auto" resumes if there is a complete
+            checkpoint, and starts a new run otherwise. None starts a new run.
         stack: Everything that this function opens is closed when the stack is closed.
         unattended: Whether to fall back to an older checkpoint if the newest is damaged. resume="auto" implies it.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.

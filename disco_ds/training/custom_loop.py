@@ -164,7 +164,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
 
 
 def refuse_batch_statistics(model: torch.nn.Module) -> None:
-    """Refuse normalization layers that update running statistics. The repeated forward would update them again.
+    """Refuse normalization layers that update running statistics. A second forward would update them again.
 
     Raises:
         ValueError: If there is such a layer.
@@ -184,8 +184,8 @@ def _split_on_all_ranks(
     """Split the batch into `count` parts with micro_batches.split. Collective if count > 1.
 
     If the split fails on any rank, or if `count` differs between ranks, every rank raises ValueError. Otherwise, ranks
-    without an error would wait for the others in the next collective. If only some ranks have a count of 1, this is not
-    detected.
+    without an error would wait for the others in the next collective. But if only some ranks have a count of 1, the
+    difference is not detected.
 
     Returns:
         The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
@@ -219,7 +219,7 @@ class _Towers:
     scale: float | None
     device: torch.device | None
     is_checked: bool
-    """Whether to compare the features of each repeated forward with those of the first forward."""
+    """Whether to compare the features of the two forwards that are run on a micro-batch."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)

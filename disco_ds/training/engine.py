@@ -35,10 +35,11 @@ from disco_ds.training.muon import Muon
 from disco_ds.training.teacher import RunTeacher
 
 Prepare = Callable[[Any], tuple[Any, ...]]
-"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
+"""Maps a micro-batch of m samples to inputs on the device: (image, text, index) or (image, text, index, group_id).
 
-For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
-is optional. Repeated calls with the same micro-batch return the same values."""
+Image is [m, 3, height, width]. Text is Texts or a tensor of tokens, [m, tokens per text]. Index [m] contains the sample
+ids, and group_id [m] the group ids. For a model with two views, the second view of each image takes the place of the
+text. Repeated calls with the same micro-batch return the same values."""
 
 
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
@@ -74,8 +75,8 @@ class SpikeError(Exception):
 class EngineTowers:
     """Runs an engine's towers on a micro-batch (implements grad_accum.Towers).
 
-    A call computes the features for the loss. `again` computes them a second time, for the backward, without the locked
-    towers.
+    Calling the object computes the features for the loss. `again` recomputes them for the backward, but only those of
+    the trained towers.
 
     Args:
         engine: The engine.
@@ -187,7 +188,7 @@ def build_custom(
         elementwise: The setting optim.elementwise. If it is False, the optimizer can be used only at ZeRO 0.
 
     Raises:
-        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups, or if
+        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups. Also if
             `elementwise` is True and the optimizer is torch's Adagrad, which DeepSpeed handles incorrectly.
     """
     optimizer = load_custom(factory)(groups)
@@ -341,8 +342,8 @@ def backward_and_step(
 def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    If the scale was already above the bound before the update, as can happen with pretrained weights, it is not
-    lowered to the bound, but the update cannot raise it. Each rank clamps the part of logit_scale that it owns, without
+    Pretrained weights can have a scale above the bound. Such a scale is not lowered to the bound, but the update cannot
+    raise it. Each rank clamps the part of logit_scale that it owns, without
     communication or device synchronization.
 
     Args:

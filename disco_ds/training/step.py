@@ -124,7 +124,7 @@ def train_step(
     prepare: Prepare,
     max_scale: float,
 ) -> StepOutput:
-    """Update the parameters once, as run_step does, but without a run. Collective: every rank must call this.
+    """Update the parameters once, for callers that have no Run. Collective: every rank must call this.
 
     Args:
         engine: The engine.
