@@ -101,8 +101,8 @@ class Heartbeat:
       take hours. The backend's timeout still applies to collectives in these phases.
 
     Args:
-        lost_after_s: See the time limits above.
-        timeout_s: See the time limits above.
+        lost_after_s: First time limit.
+        timeout_s: Second and third time limit; also the timeout of collectives.
     """
 
     def __init__(self, lost_after_s: float, timeout_s: float):

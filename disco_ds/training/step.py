@@ -132,7 +132,7 @@ def train_step(
         micro_batches: This rank's K micro-batches, where K is the engine's
             gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
-        max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
+        max_scale: Upper bound of exp(logit_scale) after the update.
 
     Raises:
         FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
