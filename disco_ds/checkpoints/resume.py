@@ -53,8 +53,8 @@ def choose(
         folder: The run folder.
         resume: Value of --resume. If it does not name a checkpoint, the latest complete one is chosen.
         config: Settings of this run.
-        identify: Returns the settings of a stage that must stay the same on resume (checkpoint.identity). It does not
-            communicate.
+        identify: Returns the settings of a stage that must stay the same on resume, such as those in
+            checkpoint.identity. It does not communicate.
         unattended: Whether to fall back to the previous checkpoint if this one is damaged.
         allow_change: Names of settings that may differ from those in the checkpoint.
 
@@ -119,7 +119,7 @@ def log_changes(
     Args:
         saved: The checkpoint.
         num_steps: Length of this run in steps.
-        identity: The result of checkpoint.identity for this run, in the stage in which the checkpoint was saved.
+        identity: This run's settings that must stay the same on resume, in the stage in which the checkpoint was saved.
         shape: The result of checkpoint.shape for this run.
     """
     if comm.rank() != 0:

@@ -36,8 +36,11 @@ from disco_ds.training.micro_batches import DIVIDES, split
 
 ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""Maximum of |again - first| / |first|, where `first` is a feature row from the first forward and `again` is the same
-row from the repeated forward. With 16-bit kernels, values of 0.01 occur."""
+"""Maximum of |again - first| / |first|. With 16-bit kernels, values of 0.01 occur.
+
+The forward of a micro-batch runs twice. `first` is a feature row from the first run, and `again` is the same row from
+the second.
+"""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )

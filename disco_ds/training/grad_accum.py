@@ -90,7 +90,7 @@ class MicroFeatures:
     """[m] sample ids."""
     rng: Rng
     group_id: Tensor | None = None
-    """[m] ids of the groups to which the samples belong; None if samples are not grouped."""
+    """[m] int64, ids of the groups to which the samples belong; None if samples are not grouped."""
     teacher: Sequence[Teacher] = ()
     """The teachers' features, without a graph."""
 
