@@ -40,13 +40,13 @@ from disco_ds.runs.run_folder import META
 
 
 class HostCopy:
-    """Host memory that holds a copy of a state. It is reused, because the first write to new memory is slow."""
+    """Host memory for a copy of the state. Every save reuses it, because the first write to new memory is slow."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
 
     def take(self, state: Any) -> Any:
-        """Return a copy of a tree of dicts, lists and tuples. The next call overwrites the copied tensors.
+        """Return a copy of a tree of dicts, lists and tuples. The next call overwrites the tensors of this copy.
 
         Leaves that are not tensors are copied by copy.deepcopy.
 
@@ -81,7 +81,7 @@ class Save:
     partial: Path
     """The folder to write into, which is renamed to `final` at the end."""
     meta: dict[str, Any]
-    """Content of checkpoint.json, without the list of files and the seal."""
+    """Content of checkpoint.json, without its entries `files` and `seal`."""
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
     job: Future[Any] = field(default_factory=Future)

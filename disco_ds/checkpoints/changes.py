@@ -29,8 +29,8 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
-        saved: Settings in the checkpoint, see checkpoint.identity.
-        now: The same settings of this run.
+        saved: The settings that must stay the same on resume, as read from the checkpoint.
+        now: The settings of this run that must stay the same on resume.
         allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:
@@ -80,9 +80,9 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
 
 
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two identities: dotted name -> (old value, new value).
+    """Return the settings that differ between two nested dicts: dotted name -> (old value, new value).
 
-    If a setting is missing from an identity, its value there counts as None.
+    A setting that is missing from one of the dicts counts as None.
     """
     # JSON turns the tuples of `now` into lists, as in the checkpoint.
     old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))

@@ -61,7 +61,10 @@ The shards are compared by their fingerprint, not by the settings that locate th
 """
 
 SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
-"""Settings of a data.sources entry that are not compared when a run is resumed, as in DATA_MAY_CHANGE."""
+"""Settings of a data.sources entry that are not compared when a run is resumed.
+
+They do not affect the samples or their order. The shards are compared by their fingerprint.
+"""
 
 MODEL_MAY_CHANGE = {
     "name",
@@ -110,7 +113,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 def shape(config: Config, ranks: int) -> dict[str, Any]:
     """Return, as JSON values, the settings that decide which part of the state each rank holds.
 
-    They may change when a run is resumed, see reshard.py.
+    If they have changed when a run is resumed, reshard.py loads the checkpoint.
     """
     zero = config.deepspeed.get("zero_optimization", {})
     return {
@@ -237,7 +240,7 @@ def _read_checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class RankStates(Sequence[dict[str, Any]]):
-    """The states of one kind, one per rank. A rank's file is read only when the sequence is indexed.
+    """The ranks' saved states of one kind: "rng", "data" or "loss". Indexing the sequence reads the file of one rank.
 
     With hundreds of ranks, it would take too long for every rank to read the files of all ranks.
     """
@@ -298,7 +301,7 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
 def load_engine(saved: Saved, engine: Engine) -> None:
     """Load a verified checkpoint into the engine and this rank's random generators. Collective.
 
-    The checkpoint must have been written by a run with the same `shape`.
+    The run that wrote the checkpoint must have had the same `shape`: number of ranks, ZeRO settings and precision.
 
     Raises:
         AgreedError: On every rank, if any rank cannot read its files. The engine is then unchanged.

@@ -35,13 +35,13 @@ tags:
 A CLIP model trained with disco_ds. Its weights come from {origin} and are stored in {dtype}. Run the code below in the
 folder that contains this one.
 """
-"""Beginning of README.md. Its YAML header makes the file a Hugging Face model card."""
+"""Beginning of an export's README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
 (timm does not recognize this model's image tower until `{module}` is imported. disco_ds must be
 installed where the model is loaded, and imported first, as shown below. For the same reason, run clip_benchmark as
 `python -c "import {module}; from clip_benchmark.cli import main; main()"`.)
 """
-"""Paragraph of README.md about a model with an image tower of disco_ds."""
+"""Paragraph of an export's README.md about a model with an image tower of disco_ds."""
 CUSTOM = """
 The model is built by `{factory}`, which must be importable where the model is loaded:
 ```python
@@ -50,7 +50,7 @@ from disco_ds.checkpoints.weights import build_from, read_weights
 model = build_from(read_weights("{folder}"))  # model.tokenizer, model.visual.preprocess_cfg
 ```
 """
-"""Section of README.md about loading a custom model."""
+"""Section of an export's README.md about loading a custom model."""
 USES = {
     "open_clip": """
 ```python
@@ -75,7 +75,7 @@ features = model.get_text_features(**tokens)
 ```
 """,
 }
-"""Sections of README.md about loading the export, keyed by layout."""
+"""Sections of an export's README.md about loading the export, keyed by layout."""
 
 
 def export_run(

@@ -17,7 +17,7 @@ from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import ENGINE
 
 WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""File of a checkpoint from ZeRO 0, 1 or 2, where every rank holds the full model: all its parameters and buffers."""
+"""File with all parameters and buffers of the model. Checkpoints from ZeRO 0, 1 and 2 contain it."""
 
 AVERAGE = "ema"
 """Name of the optimizer state that holds the exponential moving average of the weights."""
@@ -31,7 +31,7 @@ A flat tensor is the concatenation of many parameters.
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous part of a parameter: a range of elements in the flat states of the rank that held it."""
+    """A contiguous part of a parameter: `numel` elements of the flat states of one rank, from index `start`."""
 
     states: States
     start: int
@@ -171,5 +171,5 @@ def join(parts: dict[str, list[Fragment]], name: str) -> States:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a state has one number per element of the parameter, as exp_avg does and `step` does not."""
+    """Return whether a state has one number per element of a parameter: True for exp_avg, False for `step`."""
     return isinstance(value, Tensor) and value.dim() > 0

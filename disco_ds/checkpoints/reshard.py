@@ -1,10 +1,10 @@
 """Resume from a checkpoint with a different number of ranks, ZeRO stage, precision or image size.
 
-DeepSpeed can load its files only in a run with the same number of ranks, ZeRO stage and precision
-(together called the shape) as the run that wrote them. This module instead handles one trained parameter
-at a time: rank 0 joins the fragments in the files into the whole fp32 value and optimizer states, and
-broadcasts them. Every rank of the new run copies the part that it holds. The files are memory-mapped, so
-each rank needs extra memory for only one parameter.
+The number of ranks, the ZeRO stage and the precision are together called the shape of a run. DeepSpeed
+can load its files only in a run with the same shape as the run that wrote them. This module instead
+handles one trained parameter at a time: rank 0 joins the fragments in the files into the whole fp32
+value and optimizer states, and broadcasts them. Every rank of the new run copies the part that it holds.
+The files are memory-mapped, so each rank needs extra memory for only one parameter.
 
 The code uses the optimizer attributes of DeepSpeed 0.19.
 """
@@ -62,10 +62,10 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
 
 
 def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
-    """Load the trained parameters of a checkpoint into the engine, even if the shape has changed. Collective.
+    """Load a checkpoint's trained parameters into an engine with any number of ranks, ZeRO stage and precision.
 
-    The random generators are not restored, so random draws, such as dropout, differ from those of a run
-    whose shape had not changed.
+    Collective. The random generators are not restored. Random draws, such as dropout, therefore differ from those of an
+    uninterrupted run.
 
     Args:
         saved: A verified checkpoint.
@@ -106,8 +106,8 @@ def _resize(model: Any, name: str, states: States) -> States:
     The states of other parameters are returned unchanged.
 
     The weights and their moving average are resized bicubically, as in open_clip. The optimizer's moments are resized
-    bilinearly. Unlike bicubic resizing, bilinear resizing keeps second moments positive and each first moment within
-    the square root of its second moment.
+    bilinearly. Unlike bicubic resizing, bilinear resizing keeps second moments positive. It also keeps first moments
+    within the square root of their second moments.
     """
     if name != "visual.positional_embedding":
         return states

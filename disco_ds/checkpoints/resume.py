@@ -53,7 +53,8 @@ def choose(
         folder: The run folder.
         resume: Value of --resume. If it does not name a checkpoint, the latest complete one is chosen.
         config: Settings of this run.
-        identify: Returns the identity of a stage of this run, see checkpoint.identity. It does not communicate.
+        identify: Returns the settings of a stage that must stay the same on resume, such as those in
+            checkpoint.identity. It does not communicate.
         unattended: Whether to fall back to the previous checkpoint if this one is damaged.
         allow_change: Names of settings that may differ from those in the checkpoint.
 
@@ -118,8 +119,8 @@ def log_changes(
     Args:
         saved: The checkpoint.
         num_steps: Length of this run in steps.
-        identity: This run's settings in the stage in which the checkpoint was saved, see checkpoint.identity.
-        shape: This run's checkpoint.shape.
+        identity: This run's settings that must stay the same on resume, in the stage in which the checkpoint was saved.
+        shape: The result of checkpoint.shape for this run.
     """
     if comm.rank() != 0:
         return
@@ -168,7 +169,7 @@ def restore(
 
 @contextmanager
 def _settings_kept(engine: Engine) -> Iterator[None]:
-    """Keep this run's optimizer settings while the block loads a checkpoint. DeepSpeed would restore the old ones."""
+    """Keep this run's optimizer settings while the `with` block loads a checkpoint, which contains older settings."""
     optimizer = engine.optimizer
     before = {
         group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group}

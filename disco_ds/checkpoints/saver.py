@@ -61,11 +61,10 @@ class Saver:
     in_flight: Save | None = None
     """The save in progress, if any. All ranks have the same save in progress."""
     saved_step: int = 0
-    """Step of the newest complete checkpoint. Before the first save, this is the step that the run was resumed from,
-    or 0 for a new run."""
+    """Step of the newest complete checkpoint. Until the first save, this is the step that the run was resumed from, or
+    at which the current stage began."""
     all_written: bool = True
-    """Whether no rank was still writing its files when the ranks last exchanged this flag (`agree` in
-    training/step.py)."""
+    """Whether all ranks had written their files when they last exchanged this flag (`agree` in training/step.py)."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 
@@ -86,7 +85,7 @@ class Saver:
         """Start to save a checkpoint in the background. Collective.
 
         If a save fails (for example because the disk is full), training continues and the next due
-        save tries again. If this step has been saved already, for example before a batch was skipped, do nothing.
+        save tries again. If this step has already been saved, do nothing.
 
         Args:
             step: Number of completed steps.
@@ -172,13 +171,19 @@ class Saver:
         self.add_wait(time.monotonic() - start)
 
     def _finish(self, last: bool = False) -> None:
-        """Wait until the save in progress, if any, is complete or has failed. Collective. See _advance for `last`."""
+        """Wait until the save in progress, if any, is complete or has failed. Collective.
+
+        Args:
+            last: Whether to raise the error of a failed save.
+        """
         while self.in_flight:
             jobs.wait_for_all(self.in_flight.job, f"saving {self.in_flight.final}")
             self._advance(last)
 
     def _advance(self, last: bool = False) -> None:
-        """Advance the save in progress: exchange the checksums, or finish it if the checkpoint is complete. Collective.
+        """Advance the save in progress. Collective.
+
+        The first call makes the ranks exchange checksums. The second call records that the checkpoint is complete.
 
         If the save has failed, remove the oldest checkpoint to make room, and write the same state again. If no
         checkpoint can be removed, count the save as failed.

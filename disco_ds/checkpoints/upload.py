@@ -46,7 +46,7 @@ class Uploads:
         self.pending: list[Path] = []
         """Checkpoints that must not be removed: the one being uploaded, and then at most one that is waiting."""
         self._process: subprocess.Popen[bytes] | None = None
-        """The upload of the first pending checkpoint, or None if it has not started."""
+        """Process that uploads pending[0]; None if no upload has been started."""
         for path in list_complete(folder):
             if not (path / HANDLED).exists():
                 self.add(path)
@@ -76,7 +76,7 @@ class Uploads:
             self._finish(self.pending[0], str(error))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all uploads have ended, but at most this long. Return whether any are still pending."""
+        """Wait until all uploads have ended, but at most `seconds`. Return whether any are still pending."""
         end = time.monotonic() + seconds
         while self.pending and time.monotonic() < end:
             time.sleep(POLL_S)

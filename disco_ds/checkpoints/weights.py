@@ -1,6 +1,6 @@
 """Read trained weights from a run, a checkpoint of any ZeRO stage or an export, and build the model from them.
 
-To resume training, see resume.py; to write exports, see export.py.
+resume.py resumes training, and export.py writes exports.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def session(timeout_s: float) -> Iterator[None]:
     exit and stops the others.
 
     Args:
-        timeout_s: See `init`.
+        timeout_s: Timeout of collectives.
 
     Raises:
         ValueError: If this process has joined a process group already.
@@ -227,7 +227,7 @@ def gather(x: Tensor, group: Group = None) -> Tensor:
         group: The ranks that take part.
 
     Returns:
-        [N b, ...].
+        [N b, ...], where N is the number of ranks.
     """
     return _Gather.apply(x, group)
 
@@ -236,7 +236,8 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
     """Sum `x` over ranks and return this rank's rows of the sum. Collective; not differentiable.
 
     Args:
-        x: [N b, ...], contiguous. It serves as a buffer, so its content is undefined afterwards.
+        x: [N b, ...], contiguous: b rows for each of N ranks. It serves as a buffer, so its content is undefined
+            afterwards.
         group: The ranks that take part.
 
     Returns:
@@ -354,8 +355,8 @@ def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[No
         agreed: Type of the error that all ranks raise.
 
     Raises:
-        AgreedError: On every rank, if the block failed on any rank. The message contains the first error, and
-            the ranks and hosts that failed.
+        AgreedError: On every rank, if the block failed on any rank. If `agreed` is given, it replaces this type. The
+            message contains the first error. If some ranks or hosts did not fail, it names those that did.
     """
     problem: str | None = None
     try:

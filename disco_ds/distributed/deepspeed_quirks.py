@@ -1,6 +1,6 @@
 """All patches of DeepSpeed's internals.
 
-The docstring of each function states why the patch is needed, and for which DeepSpeed version it was
+The docstring of each public patch states why the patch is needed, and for which DeepSpeed version it was
 written. When DeepSpeed is upgraded, check every function again.
 """
 
@@ -222,8 +222,8 @@ def forget_gradients(engine: Engine) -> None:
 def forget_trace(engine: Engine) -> None:
     """Make ZeRO 3 record the execution order of the modules again. Call this after a forward without a backward.
 
-    If a module uses parameters of its children without calling them, like the attention pool of open_clip's ResNets,
-    the next forward in DeepSpeed 0.19 could otherwise end in a "tracing error".
+    Otherwise, the next forward in DeepSpeed 0.19 could end in a "tracing error". This happens if a module uses
+    parameters of its children without calling them, like the attention pool of open_clip's ResNets.
     """
     if engine.zero_optimization_stage() == 3:
         coordinator = engine.optimizer.parameter_offload.get_param_coordinator()

@@ -7,8 +7,9 @@ runs two background threads:
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
-- The clock thread ends the process if the store has not answered for too long. It also reads signals.
-  It never uses the store, because a call to TCPStore blocks forever if the store's host is frozen.
+- The clock thread ends the process if the store has not answered for too long. It also notices
+  signals, even while the main thread is blocked. It never uses the store, because a call to TCPStore
+  blocks forever if the store's host is frozen.
 
 A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
 the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
@@ -100,8 +101,8 @@ class Heartbeat:
       take hours. The backend's timeout still applies to collectives in these phases.
 
     Args:
-        lost_after_s: See the time limits above.
-        timeout_s: See the time limits above.
+        lost_after_s: First time limit.
+        timeout_s: Second and third time limit; also the timeout of collectives.
     """
 
     def __init__(self, lost_after_s: float, timeout_s: float):
@@ -113,12 +114,12 @@ class Heartbeat:
         # If an iteration of a thread's loop takes longer than this, the process was frozen.
         self._frozen_s = 3 * self._interval_s
         self.place = Place(0, 0, "building")
-        """The place of the last mark that this rank has passed."""
+        """The place that the last call of `mark` recorded."""
         self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
         self._compared_at = 0.0
-        """When this rank last read all heartbeats. This must be rare, because all ranks may do it at the same time."""
+        """When this rank last read all heartbeats. Such reads must be rare: all ranks may do it at the same time."""
         self._serial = 0
         self._exit_reason: str | None = None
         """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""

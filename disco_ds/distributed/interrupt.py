@@ -43,7 +43,7 @@ class Interrupts:
         self.stop = False
         """Agreed by all ranks: stop after this step."""
         self._first_interrupt: float | None = None
-        """Time of the first Ctrl-C."""
+        """Time of the first Ctrl-C; None if there was none."""
 
     def listen(self) -> None:
         """Start handling signals, which from now on do not end the process. Start the timer of periodic saves."""

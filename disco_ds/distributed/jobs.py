@@ -69,7 +69,7 @@ def run(
         agreed: Type of the error that all ranks raise.
 
     Raises:
-        AgreedError: On every rank, if `work` fails on any rank.
+        AgreedError: On every rank, if `work` fails on any rank. If `agreed` is given, it replaces this type.
     """
     job = start(work)
     wait_for_all(job, what)

@@ -73,7 +73,7 @@ def circulate(
 
 
 def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
-    """Return uninitialized tensors with the shapes of `tensors`: a set from `free` if there is one, or a new set."""
+    """Return uninitialized tensors with the shapes of `tensors`. If `free` has an entry, remove and return it."""
     if tensors and free:
         return free.pop()
     return [torch.empty_like(x) for x in tensors]

@@ -16,7 +16,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 """Option of prctl that sets the signal that a process receives when its parent ends."""
 FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
-"""Names of DeepSpeed's front end on a command line: the script and the module that it runs."""
+"""A process is DeepSpeed's front end if a word of its command line is one of these names or a path to one of them."""
 
 
 def die_with_launcher() -> None:

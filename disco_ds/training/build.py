@@ -113,7 +113,7 @@ class Run:
     folder: Path
     engine: Engine
     towers: EngineTowers
-    """Compute the features of a micro-batch."""
+    """Computes the features of a micro-batch."""
     loss: Loss
     loader: Loader
     metrics: MetricsLogger
@@ -123,7 +123,7 @@ class Run:
     image: ImageSpec
     tokenizer: Any
     description: str
-    """Which parts of the towers are replaced and compiled, for the log."""
+    """For the log: which parts of the towers use this package's faster versions or are compiled, and the teacher."""
     wandb: WandbRun | None
     saver: Saver
     interrupts: Interrupts
@@ -180,7 +180,7 @@ def build(
     uploads: Uploads | None = None,
     interrupts: Interrupts | None = None,
 ) -> Run:
-    """Build a new run, or one that resumes from a checkpoint. It ends with the current stage. Collective.
+    """Build the current stage of a run, which is new or resumes from a checkpoint. Collective.
 
     The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine. The checkpoint is chosen
     before the model and the loader are built, because the weights and the position in the data come from it. A new run
@@ -188,8 +188,8 @@ def build(
 
     Args:
         config: Settings of the run.
-        resume: "latest", a run folder, or a checkpoint in a run folder; "auto" resumes if there is a
-            complete checkpoint and starts a new run otherwise; None starts a new run.
+        resume: "latest", a run folder, or a checkpoint in a run folder. "auto" resumes if there is a complete
+            checkpoint, and starts a new run otherwise. None starts a new run.
         stack: Everything that this function opens is closed when the stack is closed.
         unattended: Whether to fall back to an older checkpoint if the newest is damaged. resume="auto" implies it.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
@@ -353,7 +353,7 @@ def build_loader(
     saved: Saved | None,
     teacher: RunTeacher | None,
 ) -> Loader:
-    """Build this rank's loader, at the position of the checkpoint if there is one. Collective."""
+    """Build this rank's loader. If `saved` is given, it starts at the checkpoint's position in the data. Collective."""
     position = None
     if saved:
         states = saved.states("data")
@@ -379,7 +379,7 @@ def build_loader(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return the function that writes metrics to each active tracker, keyed by the tracker's name in messages."""
+    """Return the function that writes metrics to each active tracker, keyed by the tracker's name."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,
@@ -390,7 +390,7 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
+    """Check the loss, optimizer and model settings, and refuse remote shards unless they are allowed. Read no data.
 
     Raises:
         ValueError: If a run with these settings would fail one of these checks.

@@ -36,8 +36,11 @@ from disco_ds.training.micro_batches import DIVIDES, split
 
 ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""Maximum of |again - first| / |first|, where `first` is a feature row from the first forward and `again` is the same
-row from the repeated forward. With 16-bit kernels, values of 0.01 occur."""
+"""Maximum of |again - first| / |first|. With 16-bit kernels, values of 0.01 occur.
+
+The forward of a micro-batch runs twice. `first` is a feature row from the first run, and `again` is the same row from
+the second.
+"""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -70,7 +73,7 @@ def contrastive_step(
             may be nested. In a micro-batch, mappings are dicts. With micro_batches=1, the batch is not split and
             may be anything.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
-            sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
+            sides, [b / K, width] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
         micro_batches: K, the number of micro-batches; b must be a multiple of K.
         scale: The factor that multiplies the similarities, exp(logit_scale). Required if `forward` does not
@@ -151,7 +154,7 @@ def contrastive_step(
 
 
 _checked: WeakKeyDictionary[Any, set[tuple[int, bool]]] = WeakKeyDictionary()
-"""Maps a model to the modes (K, model.training) in which it has completed a step.
+"""Maps a model to the modes (number of micro-batches, model.training) in which it has completed a step.
 
 Some checks are expensive, so they run only until the first step of each mode has succeeded.
 """
@@ -164,7 +167,7 @@ def find_device(model: torch.nn.Module) -> torch.device:
 
 
 def refuse_batch_statistics(model: torch.nn.Module) -> None:
-    """Refuse normalization layers that update running statistics. The repeated forward would update them again.
+    """Refuse normalization layers that update running statistics. A second forward would update them again.
 
     Raises:
         ValueError: If there is such a layer.
@@ -181,10 +184,11 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
 def _split_on_all_ranks(
     batch: Any, count: int, device: torch.device | None
 ) -> tuple[list[Any], int | None]:
-    """Call `split`. If it fails on any rank, or if the counts differ, raise ValueError on all ranks.
+    """Split the batch into `count` parts with micro_batches.split. Collective if count > 1.
 
-    If only some ranks raised, the others would wait for them in the next collective. Collective if
-    count > 1, so a count of 1 on only some ranks is not detected.
+    If the split fails on any rank, or if `count` differs between ranks, every rank raises ValueError. Otherwise, ranks
+    without an error would wait for the others in the next collective. But if only some ranks have a count of 1, the
+    difference is not detected.
 
     Returns:
         The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
@@ -210,7 +214,7 @@ def _split_on_all_ranks(
 
 @dataclass
 class _Towers:
-    """Runs the user's forward on a micro-batch, and runs it again to backpropagate. See grad_accum.Towers."""
+    """Runs the user's forward on a micro-batch, and again to backpropagate (implements grad_accum.Towers)."""
 
     forward: ForwardFunction
     backend: _Engine | _Plain
@@ -218,7 +222,7 @@ class _Towers:
     scale: float | None
     device: torch.device | None
     is_checked: bool
-    """Whether to compare the features of each repeated forward with those of the first forward."""
+    """Whether to compare the features of the two forwards that are run on a micro-batch."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)

@@ -35,17 +35,21 @@ from disco_ds.training.muon import Muon
 from disco_ds.training.teacher import RunTeacher
 
 Prepare = Callable[[Any], tuple[Any, ...]]
-"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L] or Texts, index [m]).
+"""Maps a micro-batch of m samples to inputs on the device: (image, text, index) or (image, text, index, group_id).
 
-For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
-is optional. Repeated calls with the same micro-batch return the same values."""
+Image is [m, 3, height, width]. Text is Texts or a tensor of tokens, [m, tokens per text]. Index [m] contains the sample
+ids, and group_id [m] the group ids. For a model with two views, the second view of each image takes the place of the
+text. Repeated calls with the same micro-batch return the same values."""
 
 
 def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
-    """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
+    """Turn a micro-batch into the inputs of the towers: (image, text, sample ids).
 
-    The augmentation depends only on (seed, epoch, sample id) or, if a teacher's embeddings are stored with the samples,
-    on numbers stored with these embeddings. So both forwards of a micro-batch get equal inputs.
+    For a model with two views, the second view of each image takes the place of the text. With data.group_by, the group
+    ids are a fourth element.
+
+    The augmentation depends only on (seed, epoch, sample id). If a teacher's embeddings are stored with the samples, it
+    depends only on numbers stored with these embeddings. So repeated calls return equal inputs.
     """
     drawn = batch.epoch, batch.index, config.seed
     if batch.stored is not None:
@@ -69,12 +73,15 @@ class SpikeError(Exception):
 
 
 class EngineTowers:
-    """Runs an engine's towers on a micro-batch, see grad_accum.Towers. A locked tower runs only in the first forward.
+    """Runs an engine's towers on a micro-batch (implements grad_accum.Towers).
+
+    Calling the object computes the features for the loss. `again` recomputes them for the backward, but only those of
+    the trained towers.
 
     Args:
         engine: The engine.
         prepare: Turns a micro-batch into the inputs of the towers.
-        teacher: Runs on each micro-batch in the first forward.
+        teacher: Called on each micro-batch; `again` does not call it.
     """
 
     def __init__(self, engine: Engine, prepare: Prepare, teacher: RunTeacher | None = None):
@@ -178,10 +185,10 @@ def build_custom(
     Args:
         factory: Import path of the function that builds the optimizer.
         groups: Parameter groups, the argument of that function.
-        elementwise: optim.elementwise, without which the optimizer is used only at ZeRO 0.
+        elementwise: The setting optim.elementwise. If it is False, the optimizer can be used only at ZeRO 0.
 
     Raises:
-        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups, or if
+        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups. Also if
             `elementwise` is True and the optimizer is torch's Adagrad, which DeepSpeed handles incorrectly.
     """
     optimizer = load_custom(factory)(groups)
@@ -263,9 +270,9 @@ def backward_and_step(
 ) -> Tensor | None:
     """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
 
-    Both errors are raised on every rank, and leave the weights, optimizer, loss scaler and counters as they were before
-    the step. There is one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in their
-    parameter groups then includes this step.
+    The two errors listed below are raised on every rank. They leave the weights, optimizer, loss scaler and counters as
+    they were before the step, with one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in
+    their parameter groups then includes this step.
 
     Args:
         engine: The engine.
@@ -335,8 +342,8 @@ def backward_and_step(
 def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    If the scale was already above the bound before the update, as can happen with pretrained weights, it is not
-    lowered to the bound, but the update cannot raise it. Each rank clamps the part of logit_scale that it owns, without
+    Pretrained weights can have a scale above the bound. Such a scale is not lowered to the bound, but the update cannot
+    raise it. Each rank clamps the part of logit_scale that it owns, without
     communication or device synchronization.
 
     Args:

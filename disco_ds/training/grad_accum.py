@@ -60,7 +60,8 @@ class Snapshot:
 
     Args:
         model: Its buffers are copied when this object is created.
-        device: See Rng.
+        device: The device whose random state is copied, in addition to the CPU's. None means this process's current
+            device.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -81,12 +82,15 @@ class MicroFeatures:
     """The features of one micro-batch, and the random state from before the forward that computed them."""
 
     features: Any
-    """A tuple, see Features. In the result of `Towers.again`, the features of a locked tower may be None."""
+    """(first side, second side, scale, bias), as in Features.
+
+    In the result of `Towers.again`, the features of a locked tower may be None.
+    """
     index: Tensor | None
     """[m] sample ids."""
     rng: Rng
     group_id: Tensor | None = None
-    """[m] group ids, see Embeddings."""
+    """[m] int64, ids of the groups to which the samples belong; None if samples are not grouped."""
     teacher: Sequence[Teacher] = ()
     """The teachers' features, without a graph."""
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class AskedToStopError(RuntimeError):
-    """A signal requested the run to stop, and all ranks have saved a checkpoint."""
+    """A signal requested the run to stop. The message says whether a checkpoint was saved."""
 
 
 def train(run: Run) -> None:
@@ -45,8 +45,9 @@ def train(run: Run) -> None:
     Raises:
         StopError: If data cannot be read, if the ranks are at different steps, or if captions with different tokens
             have equal features.
-        FloatingPointError: If the loss or the gradient is not finite in too many batches in a row.
-        AskedToStopError: If a signal requested a stop. A checkpoint has been saved by then.
+        FloatingPointError: If the loss or the gradient is not finite in too many batches in a row, or if fp16 skips
+            all updates.
+        AskedToStopError: If a signal requested a stop. The message says whether a checkpoint was saved.
         comm.AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
     """
     run.interrupts.listen()
@@ -84,7 +85,9 @@ def train(run: Run) -> None:
 
 
 def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
-    """Train one step. Return None if its batch was skipped. If the run must stop, save first. Collective.
+    """Train one step. Return None if its batch was skipped. Collective.
+
+    If the data cannot be read or too many batches are not finite, save a checkpoint before the error is raised.
 
     Args:
         run: The run.
@@ -95,8 +98,8 @@ def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     Raises:
         DataStopError: If a rank could not read its data. The message says whether progress was saved.
         FloatingPointError: If the loss or the gradient was not finite in more than
-            config.skip_nonfinite batches in a row, or if fp16 skips all updates. The message says whether progress was
-            saved.
+            config.skip_nonfinite batches in a row. The message says whether progress was saved. Also if fp16 skips all
+            updates (refuse_overflows); then nothing is saved.
     """
     most = run.config.skip_nonfinite
     try:
@@ -136,13 +139,13 @@ def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> 
     """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
 
     Args:
-        scales: The loss scale after each step since the last applied update, see Run.overflows.
+        scales: The loss scale after each step since the last applied update. All of these steps overflowed.
         step: Number of completed steps.
         schedule: Length of the run.
 
     Raises:
-        FloatingPointError: If enough consecutive steps were skipped to halve the loss scale to 1, or if this is the
-            last step and this process has not updated anything.
+        FloatingPointError: In either of two cases: there were enough skipped steps in a row to halve the loss scale
+            down to 1; or this is the last step and this process has not updated anything.
     """
     most = math.log2(max(scales[0], 1)) + 1
     if len(scales) > most or step == schedule.last_step == schedule.first_step + len(scales):

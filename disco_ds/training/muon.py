@@ -37,11 +37,11 @@ class Part(NamedTuple):
     """The part of a matrix that this rank holds. It has 0 elements if only other ranks hold the matrix."""
 
     weight: Tensor
-    """[numel], a view of the weight."""
+    """[number of elements in this part], a view of the weight."""
     update: Tensor
-    """[numel], a view of the update."""
+    """[number of elements in this part], a view of the update."""
     start: int
-    """Index, within the matrix, of the first element."""
+    """Index, within the matrix, of the first element that this rank holds."""
     is_shared: bool
     """Whether other ranks may hold other parts of this matrix. True at ZeRO 1 to 3, where the weight is flat."""
 
@@ -91,7 +91,7 @@ class Muon(torch.optim.AdamW):
                 self._update(group)
 
     def _update(self, group: dict[str, Any]) -> None:
-        """Update a group, with one operation for all matrices of the same shape instead of one for each matrix."""
+        """Update the parameters of a group. Matrices of the same shape are processed in one operation."""
         weights = [weight for weight in group["params"] if weight.grad is not None]
         gradients = [weight.grad for weight in weights]
         for weight in weights:
@@ -115,7 +115,10 @@ class Muon(torch.optim.AdamW):
                 self._apply(shape, parts[first : first + most], group["lr"])
 
     def _apply(self, shape: torch.Size, parts: list[Part], lr: float) -> None:
-        """Orthogonalize the updates of matrices of one shape, and add them to the weights. Collective if shared."""
+        """Orthogonalize the updates of matrices of one shape, and subtract them from the weights.
+
+        Collective if the matrices are divided among the ranks (Part.is_shared).
+        """
         whole = parts[0].update.new_zeros(len(parts), shape.numel(), device=comm.local_device())
 
         def narrow(rows: Iterable[Tensor], parts: list[Part]) -> list[Tensor]:

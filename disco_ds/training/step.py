@@ -53,13 +53,13 @@ class StepOutput:
     """The results of a step."""
 
     metrics: dict[str, Tensor]
-    """LossOutput.metrics. Each value is 0-d and the same on every rank."""
+    """The metrics that the loss returned (LossOutput.metrics). Each value is 0-d and the same on every rank."""
     scale: Tensor
     """[1], the logit scale that the loss was computed with."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
     features: tuple[Tensor, ...]
-    """This rank's image features and text features, each cut to the first SAMPLE rows."""
+    """The first SAMPLE rows (metrics/anomalies.py) of this rank's image features and of its text features."""
     bias: Tensor | None = None
     """[1], the logit bias that the loss was computed with; None if the model has no bias."""
 
@@ -124,7 +124,7 @@ def train_step(
     prepare: Prepare,
     max_scale: float,
 ) -> StepOutput:
-    """Update the parameters once, as run_step does, but without a run. Collective: every rank must call this.
+    """Update the parameters once, for callers that have no Run. Collective: every rank must call this.
 
     Args:
         engine: The engine.
@@ -132,7 +132,7 @@ def train_step(
         micro_batches: This rank's K micro-batches, where K is the engine's
             gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
-        max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
+        max_scale: Upper bound of exp(logit_scale) after the update.
 
     Raises:
         FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
@@ -213,7 +213,7 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
 def refuse_different_steps(step: int) -> None:
     """Raise StopError with the step of each rank. Collective.
 
-    If the steps differ, a rank has skipped a collective, and its next collectives were matched with different ones of
+    If the steps differ, a rank has skipped a collective. Its later collectives were then paired with the wrong ones of
     the other ranks.
     """
     places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")

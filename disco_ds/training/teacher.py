@@ -26,7 +26,8 @@ class FrozenTeacher:
         tokenizer: The model's tokenizer.
         scale: [1], the model's exp(logit_scale) in fp32, computed before the model is converted to bf16 or fp16.
         bias: [1], the model's logit_bias in fp32; None if it has none.
-        description: Which parts of the model's towers are replaced and compiled, for the log.
+        description: For the log: the model's name, and which parts of its towers use this package's faster versions or
+            are compiled.
         identity: The values that must stay the same when the run is resumed.
     """
 
@@ -50,9 +51,9 @@ class FrozenTeacher:
         """Compute the features of a micro-batch.
 
         Args:
-            image: [m, 3, H, W], the augmented images that the student sees, uint8 or in [0, 1]. They are resized to the
-                teacher's image size, and normalized as the teacher expects.
-            text: The student's tokens, [m, L].
+            image: [m, 3, H, W], the augmented images of m samples that the student sees. They are uint8 from 0 to 255,
+                or floats from 0 to 1. This method resizes them, and the model normalizes them.
+            text: The student's tokens, [m, number of tokens].
             batch: The micro-batch. Its teacher_text contains the teacher's tokens if the teacher's tokenizer differs
                 from the student's, and is None otherwise.
         """
@@ -67,12 +68,12 @@ class FrozenTeacher:
 
 
 class StoredTeacher:
-    """Reads the features of one or several teachers from the micro-batch. The loader has stored them there.
+    """Returns features of one or several teachers that were computed before training and stored with the samples.
 
     Args:
-        settings: Settings of the teacher.
-        stored: Where its embeddings are stored.
-        device: The device of the features.
+        settings: Settings of the teachers (TeacherSettings).
+        stored: Names of the fields of a sample that contain the embeddings, and the embeddings' width.
+        device: The device of the teachers' scale and bias.
     """
 
     description = "stored embeddings"
@@ -87,7 +88,7 @@ class StoredTeacher:
         self.identity["widths"] = self.widths
 
     def __call__(self, image: Tensor, text: Tensor | Texts, batch: MicroBatch) -> list[Teacher]:
-        """Return the teachers' features of a micro-batch, normalized."""
+        """Return each teacher's features of a micro-batch, as unit rows. Only `batch` is used."""
         assert batch.stored is not None
         _, _, embeddings = unpack(batch.stored)
         found = []
