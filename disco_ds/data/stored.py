@@ -83,15 +83,15 @@ def read_view(
     image: Any,
     place: tuple[int, int, int],
 ) -> StoredView:
-    """Read the embeddings that belong to a sample's augmentation and caption.
+    """Read the stored embeddings for the augmentation and caption that a sample has in this epoch.
 
     Args:
         stored: Where the embeddings are.
         members: The sample's members.
         captions: The weight of each template, from data.captions.
         drawn: The two random numbers that were passed to pick_caption.
-        image: The encoded image.
-        place: Seed of the run, epoch and id of the sample.
+        image: The encoded image, or the decoded one if data.transforms decoded it.
+        place: (seed of the run, epoch, id of the sample).
 
     Raises:
         BrokenSample: If a field is missing, an array is not finite or has the wrong shape, or the numbers of rows,

@@ -56,7 +56,8 @@ class _Position:
     dropped: int
     """Number of samples that were dropped (see DroppedSample)."""
     cursor: dict[int, tuple[int, int]]
-    """The next (epoch, offset) of each of the rank's streams, keyed by stream number."""
+    """Where to continue reading each of the rank's streams: stream number -> (epoch, offset). Streams are defined in
+    order/mixture.py."""
 
 
 class Loader:
@@ -444,7 +445,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged = {key: first[key] for key in first if key not in ("cursor", "broken", "dropped")}
     if differing := [key for key in merged if any(state[key] != first[key] for state in states)]:
         raise ValueError(
-            f"the data states of the ranks differ in {', '.join(differing)}, so they are not from the same step"
+            f"the ranks' data positions differ in {', '.join(differing)}; they must be from the same step "
+            "of the same run"
         )
     cursor = {stream: place for state in states for stream, place in state["cursor"].items()}
     num_streams = first["slots"] * first["sources"]

@@ -72,4 +72,5 @@ class StepData:
     text: list[Tensor] | None = None
     """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The next (epoch, offset) of every stream that this step read from, keyed by stream number."""
+    """Where to continue reading each stream that this step read from: stream number -> (epoch, offset). Streams are
+    defined in order/mixture.py."""

@@ -27,7 +27,7 @@ _BUSY_S = 1.0
 """Pause after a failure other than a full cache, before the next shard is fetched."""
 
 Cursor = dict[int, tuple[int, int]]
-"""The next (epoch, offset) of each stream, keyed by stream number."""
+"""Where to continue reading each stream: stream number -> (epoch, offset). Streams are defined in order/mixture.py."""
 Place = tuple[int, int]
 """A shard, as the number of its source and its number in that source."""
 
