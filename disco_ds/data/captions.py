@@ -141,7 +141,7 @@ class _Draws:
     number: int = 0
     """Number of the chosen combination of items, from 0."""
     count: int = 1
-    """Number of possible combinations."""
+    """Number of possible combinations of items."""
 
 
 def _fill(template: str, members: Members, draws: _Draws) -> str:

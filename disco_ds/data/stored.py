@@ -44,7 +44,7 @@ class StoredEmbeddings:
     text: str
     """Field of the text embeddings (teacher.text)."""
     replay: str | None
-    """Field of the recorded augmentations; None if they are those of `disco-ds embed` (teacher.replay)."""
+    """Field of the recorded augmentations (teacher.replay). None: the augmentations are those of `disco-ds embed`."""
     width: int
     """Width of an embedding; for several teachers, the sum of their widths."""
 
@@ -54,23 +54,24 @@ class StoredView:
     """The stored embeddings for one use of a sample, and the keys of the random numbers of its augmentation."""
 
     number: int
-    """Used in place of the epoch. If the sample has an image embedding for each augmentation, this is the row of the
-    embedding. If one image embedding serves all augmentations, this is the epoch itself."""
+    """Key of the augmentation's random numbers, in place of the epoch. If the sample has an image embedding for each
+    augmentation, this is the row of the embedding. If one image embedding serves all augmentations, this is the epoch
+    itself."""
     key: int
-    """Used in place of the sample's id. It fits into int64."""
+    """Key of the augmentation's random numbers, in place of the sample's id. It fits into int64."""
     embeddings: Tensor
     """[2, D] fp32: the embeddings of the image and of the caption."""
     replayed: list[Any] | None
-    """The recorded augmentation to repeat: an entry of DataCompDR's `param_aug`; None: draw one as the settings say."""
+    """The recorded augmentation to repeat, an entry of DataCompDR's `param_aug`. None: draw one as the settings say."""
 
     def pack(self) -> Tensor:
-        """Return [1, 2 + D] int64: number, key, and the bits of the embeddings."""
+        """Return [1, 2 + D] int64: number, key, and the bits of the two embeddings of width D in fp32."""
         head = torch.tensor([self.number, self.key])
         return torch.cat([head, self.embeddings.flatten().view(torch.int64)])[None]
 
 
 def unpack(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number [m], key [m] and embeddings [m, 2, D] of packed rows, [m, 2 + D]."""
+    """Undo StoredView.pack for m rows of width D, [m, 2 + D]: return numbers [m], keys [m], embeddings [m, 2, D]."""
     bits = rows[:, 2:].contiguous().view(torch.float32)
     return rows[:, 0], rows[:, 1], bits.view(len(rows), 2, -1)
 
@@ -139,7 +140,9 @@ def read_view(
 
 
 def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
-    """Return the array that a field names, [D] or [n, D], in fp32. The arguments are those of read_field.
+    """Return the array that a field names, in fp32: [D] or, for n embeddings, [n, D].
+
+    The arguments are those of read_field.
 
     Raises:
         BrokenSample: If the field is missing, or if the array is empty, has another number of dimensions, or has a row

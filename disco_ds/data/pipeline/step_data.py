@@ -24,8 +24,8 @@ class MicroBatch:
     group_id: Tensor
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
     lengths: np.ndarray | None = None
-    """[m], how many tokens of each text the model needs. None: not counted. It is on the host, so reading it does not
-    wait for the device."""
+    """[m], how many tokens of each text the model needs; None if they are not counted. The array is on the host, so
+    reading it does not wait for the device."""
     teacher_text: Tensor | None = None
     """[m, L'] int64, the tokens of a teacher whose tokenizer differs from the model's; None if there is none."""
     stored: Tensor | None = None

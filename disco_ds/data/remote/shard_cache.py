@@ -246,7 +246,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
 
 
 def _list_shards(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the path and status of each complete or partial file of the cache, which its name identifies."""
+    """Yield the path and status of each complete or partial shard in a folder. Other files are skipped."""
     for path in folder.iterdir():
         # A .partial file may have been renamed in the meantime.
         with suppress(FileNotFoundError):

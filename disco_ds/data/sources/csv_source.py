@@ -166,7 +166,7 @@ class CaptionedImages(Source):
     caption: str
     """Template of a row's caption."""
     rows: list[list[int]]
-    """The rows of each image."""
+    """The row numbers of each image."""
 
     @cached_property
     def sizes(self) -> list[int]:

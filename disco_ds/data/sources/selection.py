@@ -129,8 +129,8 @@ def load_stages(function: str) -> tuple[Stage, ...]:
     """Call the function that data.transforms names, and return its stages.
 
     Raises:
-        ValueError: If it cannot be imported, fails, does not return a list of stages, or returns a stage that joins
-            samples.
+        ValueError: If the function cannot be imported, fails, does not return a list of stages, or returns a
+            stage that joins samples.
     """
     create = load_custom(function, {})
     try:
