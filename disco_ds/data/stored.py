@@ -4,6 +4,8 @@ The members that contain embeddings may be `.npy`, `.npz`, `.pth` or `.pth.gz`. 
 tensors, as in Apple's DataCompDR. In this file, a view is one augmentation of an image.
 """
 
+# Symbols in shapes: m samples in a micro-batch; D is the width of an embedding; H x W pixels.
+
 from __future__ import annotations
 
 import json

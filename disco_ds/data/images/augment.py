@@ -5,6 +5,8 @@ see the same pixels, and the pixels do not depend on the number of ranks. Croppi
 crop when they decode.
 """
 
+# Symbols in shapes: m images of H x W pixels.
+
 from __future__ import annotations
 
 import math

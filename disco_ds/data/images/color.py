@@ -5,6 +5,8 @@ has random numbers keyed by (seed, epoch, sample id). The whole batch is process
 back to the host.
 """
 
+# Symbols in shapes: m images of H x W pixels.
+
 from __future__ import annotations
 
 from functools import cache

@@ -5,6 +5,8 @@ GPU. The generator has no state, so nothing has to be saved in checkpoints. It i
 workers (for crops and captions) and by the augmentation on the device.
 """
 
+# Symbols in shapes: m samples.
+
 from __future__ import annotations
 
 from functools import reduce

@@ -5,6 +5,8 @@ would leave the other ranks waiting in a collective. Errors are returned with th
 rank and the number of ranks as integers, and never communicates with other ranks.
 """
 
+# Symbols in shapes: m samples in a micro-batch; L tokens per text.
+
 from __future__ import annotations
 
 import logging
@@ -348,7 +350,7 @@ class Loader:
         return self._split(self._feed.arrive(delivery.upload), lengths)
 
     def _count(self, number: int) -> np.ndarray | None:
-        """Return how many tokens of each text in a host buffer the model needs, [m], or None without count_tokens."""
+        """Return how many tokens of each text in a host buffer the model needs, [m]; None if they are not counted."""
         if self._count_tokens is None:
             return None
         lengths = self._count_tokens(self._batches[number].text[:, : self._context])

@@ -1,5 +1,7 @@
 """One rank's data for one training step: the micro-batches, and a record of what was read and skipped."""
 
+# Symbols in shapes: m samples in a micro-batch; H x W pixels; L tokens per text; D is the width of stored embeddings.
+
 from __future__ import annotations
 
 from collections.abc import Callable

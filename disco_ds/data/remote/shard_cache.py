@@ -212,7 +212,10 @@ class ShardCache:
             )
 
     def _rank(self) -> Iterator[tuple[bool, int, int, Path]]:
-        """Yield (whether prefetched and unread, eviction order, size, path) for each shard in the cache."""
+        """Yield (whether prefetched and unread, eviction order, bytes, path) for each shard in the cache.
+
+        Within either kind, the shard with the smallest eviction order is evicted first.
+        """
         for path, found in _list_shards(self.folder):
             recent = time.time() - found.st_mtime < _FORGOTTEN_S
             unread = stat.S_IMODE(found.st_mode) == _PREFETCHED and recent

@@ -62,7 +62,7 @@ class Listing:
 
 
 def is_table(text: str) -> bool:
-    """Return whether a setting names a local csv file."""
+    """Return whether a setting names a local .csv or .tsv file."""
     return text.endswith((".csv", ".tsv")) and not is_remote(text)
 
 

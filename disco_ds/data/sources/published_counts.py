@@ -124,7 +124,7 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
     Raises:
         FileNotFoundError: If the shard does not exist.
         StoreError: If the server does not return the version.
-        OSError: If the shard is local and its status cannot be read.
+        OSError: If the shard is local and is not a regular file, or if its status cannot be read.
     """
     if place.startswith(PIPE):
         return Version(0, "")

@@ -138,7 +138,7 @@ def split_name(path: str) -> tuple[str, str] | None:
 
 
 def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
-    """Return whether the end mark of a complete tar is followed by data other than padding with zeros."""
+    """Return whether a complete tar has nonzero bytes within _SEARCHED_BYTES after the start of its end mark."""
     file.seek(index.end)
     return any(file.read(_SEARCHED_BYTES))
 
