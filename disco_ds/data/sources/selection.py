@@ -35,7 +35,7 @@ _MANY = 1_000
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""In a long file, only some parts with this many consecutive uids are checked for sorting."""
+"""Whether a long file is sorted is checked only in some parts of this many consecutive uids."""
 
 
 @dataclass
