@@ -141,11 +141,15 @@ class _Draws:
     number: int = 0
     """Number of the chosen combination of items, from 0."""
     count: int = 1
-    """Number of possible combinations."""
+    """Number of possible combinations of items."""
 
 
 def _fill(template: str, members: Members, draws: _Draws) -> str:
-    """Fill a template, and update `draws`. Raises one of _UNFILLED if a field is missing or cannot be used."""
+    """Fill a template, and update `draws`.
+
+    Raises:
+        Exception: One of the types in _UNFILLED, if a field is missing or cannot be used.
+    """
     text = ""
     for literal, field, _, _ in string.Formatter().parse(template):
         text += literal

@@ -4,6 +4,8 @@ The members that contain embeddings may be `.npy`, `.npz`, `.pth` or `.pth.gz`. 
 tensors, as in Apple's DataCompDR. In this file, a view is one augmentation of an image.
 """
 
+# Symbols in shapes: m samples in a micro-batch; D is the width of an embedding; H x W pixels.
+
 from __future__ import annotations
 
 import json
@@ -44,7 +46,7 @@ class StoredEmbeddings:
     text: str
     """Field of the text embeddings (teacher.text)."""
     replay: str | None
-    """Field of the recorded augmentations; None if they are those of `disco-ds embed` (teacher.replay)."""
+    """Field of the recorded augmentations (teacher.replay). None: the augmentations are those of `disco-ds embed`."""
     width: int
     """Width of an embedding; for several teachers, the sum of their widths."""
 
@@ -54,23 +56,24 @@ class StoredView:
     """The stored embeddings for one use of a sample, and the keys of the random numbers of its augmentation."""
 
     number: int
-    """Used in place of the epoch. If the sample has an image embedding for each augmentation, this is the row of the
-    embedding. If one image embedding serves all augmentations, this is the epoch itself."""
+    """Key of the augmentation's random numbers, in place of the epoch. If the sample has an image embedding for each
+    augmentation, this is the row of the embedding. If one image embedding serves all augmentations, this is the epoch
+    itself."""
     key: int
-    """Used in place of the sample's id. It fits into int64."""
+    """Key of the augmentation's random numbers, in place of the sample's id. It fits into int64."""
     embeddings: Tensor
     """[2, D] fp32: the embeddings of the image and of the caption."""
     replayed: list[Any] | None
-    """The recorded augmentation to repeat: an entry of DataCompDR's `param_aug`; None: draw one as the settings say."""
+    """The recorded augmentation to repeat, an entry of DataCompDR's `param_aug`. None: draw one as the settings say."""
 
     def pack(self) -> Tensor:
-        """Return [1, 2 + D] int64: number, key, and the bits of the embeddings."""
+        """Return [1, 2 + D] int64: number, key, and the bits of the two embeddings of width D in fp32."""
         head = torch.tensor([self.number, self.key])
         return torch.cat([head, self.embeddings.flatten().view(torch.int64)])[None]
 
 
 def unpack(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number [m], key [m] and embeddings [m, 2, D] of packed rows, [m, 2 + D]."""
+    """Undo StoredView.pack for m rows of width D, [m, 2 + D]: return numbers [m], keys [m], embeddings [m, 2, D]."""
     bits = rows[:, 2:].contiguous().view(torch.float32)
     return rows[:, 0], rows[:, 1], bits.view(len(rows), 2, -1)
 
@@ -83,15 +86,15 @@ def read_view(
     image: Any,
     place: tuple[int, int, int],
 ) -> StoredView:
-    """Read the embeddings that belong to a sample's augmentation and caption.
+    """Read the stored embeddings for the augmentation and caption that a sample has in this epoch.
 
     Args:
         stored: Where the embeddings are.
         members: The sample's members.
         captions: The weight of each template, from data.captions.
         drawn: The two random numbers that were passed to pick_caption.
-        image: The encoded image.
-        place: Seed of the run, epoch and id of the sample.
+        image: The encoded image, or the decoded one if data.transforms decoded it.
+        place: (seed of the run, epoch, id of the sample).
 
     Raises:
         BrokenSample: If a field is missing, an array is not finite or has the wrong shape, or the numbers of rows,
@@ -139,7 +142,9 @@ def read_view(
 
 
 def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
-    """Return the array that a field names, [D] or [n, D], in fp32. The arguments are those of read_field.
+    """Return the array that a field names, in fp32: [D] or, for n embeddings, [n, D].
+
+    The arguments are those of read_field.
 
     Raises:
         BrokenSample: If the field is missing, or if the array is empty, has another number of dimensions, or has a row

@@ -5,6 +5,8 @@ see the same pixels, and the pixels do not depend on the number of ranks. Croppi
 crop when they decode.
 """
 
+# Symbols in shapes: m images of H x W pixels.
+
 from __future__ import annotations
 
 import math
@@ -18,9 +20,9 @@ from disco_ds.data.images.color import COLUMNS, jitter_colors
 from disco_ds.data.order.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform
 
 _NUM_COLUMNS = 10
-"""Random numbers per image and view for rotation, zoom, shift, and the scale and offset of each channel."""
+"""Number of random numbers per image and view for rotation, zoom, shift, and the scale and offset of each channel."""
 _NUM_COLOR_COLUMNS = 64
-"""Random numbers per image and view that are reserved for color jitter."""
+"""Number of random numbers per image and view that are reserved for color jitter."""
 
 
 def augment(

@@ -5,6 +5,8 @@ has random numbers keyed by (seed, epoch, sample id). The whole batch is process
 back to the host.
 """
 
+# Symbols in shapes: m images of H x W pixels.
+
 from __future__ import annotations
 
 from functools import cache
@@ -20,7 +22,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 ORDERS = tuple(permutations(range(4)))
 """All orders in which the four color changes can be applied. Each image draws one of these orders at random."""
 COLUMNS = 7
-"""Random numbers per image for colors: whether to jitter, four strengths, the order, whether to convert to gray."""
+"""Number of random numbers per image for colors: whether to jitter, four strengths, the order, whether to turn gray."""
 
 
 def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> Tensor:

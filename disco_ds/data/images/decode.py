@@ -49,7 +49,7 @@ _TILE = (322, 323)
 """The TIFF tags for tile width and tile height."""
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
-"""Random numbers for a crop: area and aspect ratio for each of _TRIES attempts, and two for the position."""
+"""Number of random numbers for a crop: area and aspect ratio for each of _TRIES attempts, and two for the position."""
 _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""

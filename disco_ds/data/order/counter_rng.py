@@ -5,6 +5,8 @@ GPU. The generator has no state, so nothing has to be saved in checkpoints. It i
 workers (for crops and captions) and by the augmentation on the device.
 """
 
+# Symbols in shapes: m samples.
+
 from __future__ import annotations
 
 from functools import reduce
@@ -16,13 +18,13 @@ from torch import Tensor
 # Each sample has a row of random numbers, and each use of random numbers has its own columns of that row. Each constant
 # below is the first column of one use.
 CROP_COLUMN = 0
-"""22 columns for the random crop."""
+"""First of 22 columns for the random crop."""
 CAPTION_COLUMN = 22
-"""Two columns: one to choose the caption template, and one to choose an item from a list of captions."""
+"""First of two columns: one to choose the caption template, and one to choose an item from a list of captions."""
 AUGMENT_COLUMN = 32
-"""Ten columns per view for rotation, zoom, shift, and the scale and offset of the channels."""
+"""First of the columns, ten per view, for rotation, zoom, shift, and the scale and offset of the channels."""
 COLOR_COLUMN = 128
-"""64 columns per view for color jitter."""
+"""First of the columns, 64 per view, for color jitter."""
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 

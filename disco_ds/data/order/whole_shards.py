@@ -40,11 +40,11 @@ class WholeShards:
         self.searched_samples = 0
 
     def length(self, slot: int, visit: int) -> int:
-        """Return the number of samples in a visit."""
+        """Return the number of samples that a slot reads in a visit to a shard."""
         return self.count(self._shard(slot, visit))
 
     def settle(self, slot: int, visit: int, offset: int) -> tuple[int, int]:
-        """Return the cursor of the slot's next sample, which may be in a later visit.
+        """Return the cursor (visit, offset) of the slot's next sample, which may be in a later visit.
 
         Raises:
             DataError: If many shards in a row contain no sample.
@@ -59,7 +59,7 @@ class WholeShards:
         return visit, offset
 
     def locate(self, slot: int, visit: int, offset: int) -> tuple[int, int]:
-        """Return the (shard, entry) at a cursor."""
+        """Return the (shard, entry) of the sample that a slot reads at the cursor (visit, offset)."""
         shard = self._shard(slot, visit)
         number = visit * self._num_slots + slot
         return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
@@ -69,9 +69,11 @@ class WholeShards:
         return (visit * self._num_slots + slot) // self._num_shards
 
     def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the shards that the slot reads next, as DataOrder.upcoming does.
+        """Yield the shards that the slot will read, starting with that of its current visit, forever.
 
-        The numbers of samples are estimates, because the sizes of the shards are unknown.
+        Yields:
+            A pair (samples, shard). The slot does not need the shard until it has read about `samples` more samples.
+            The number is an estimate, because the sizes of the shards are unknown.
         """
         away = 0
         while True:

@@ -45,9 +45,9 @@ class Delivery:
     """A buffer on the host that all producers have filled, and its upload to the device."""
 
     number: int
-    """Number of the buffer."""
+    """Number of the buffer on the host."""
     parts: list[Part]
-    """The report of each producer on its rows."""
+    """Each producer's report on the rows that it has written into the buffer."""
     upload: Upload
 
 
@@ -125,7 +125,7 @@ class Feed:
         return upload.batch
 
     def release(self, number: int) -> None:
-        """Allow the buffer to be filled again once it has been copied."""
+        """Allow a host buffer to be filled again once it has been copied."""
         self._released.append(number)
         self._grant_copied()
 

@@ -1,9 +1,11 @@
 """The micro-batches of one rank, step by step, and its position in the data order.
 
-This is the trainer's interface to the data. Reading a step never raises, because an exception on one rank would leave
-the other ranks waiting in a collective. Errors are returned with the step instead. The loader receives the rank and the
-number of ranks as integers, and never communicates with other ranks.
+This is the trainer's interface to the data. The first pass over a step never raises, because an exception on one rank
+would leave the other ranks waiting in a collective. Errors are returned with the step instead. The loader receives the
+rank and the number of ranks as integers, and never communicates with other ranks.
 """
+
+# Symbols in shapes: m samples in a micro-batch; L tokens per text.
 
 from __future__ import annotations
 
@@ -54,16 +56,18 @@ class _Position:
     broken: int
     """Number of broken samples that were skipped."""
     dropped: int
-    """Number of samples that were dropped (see DroppedSample)."""
+    """Number of samples that were dropped or lost (see errors.DroppedSample and errors.LostSample)."""
     cursor: dict[int, tuple[int, int]]
-    """The next (epoch, offset) of each of the rank's streams, keyed by stream number."""
+    """Where to continue reading each of the rank's streams: stream number -> (epoch, offset). Streams are defined in
+    order/mixture.py."""
 
 
 class Loader:
     """Reads a rank's micro-batches, step by step, in the order that order/slots.py and order/mixture.py define.
 
     A micro-batch is read when it is first requested. GradAccum (training/grad_accum.py) passes over the micro-batches
-    of a step twice; the second pass omits the last one. `staging.pixels` selects where they are kept in between:
+    of a step twice; the second pass omits the last one. `staging.pixels` selects where images are kept between the
+    two passes:
 
     - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
       copied.
@@ -139,7 +143,7 @@ class Loader:
         self._num_parts = share.num_micro_batches
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
         self._data: StepData | None = None
-        """The current step."""
+        """The record of the current step's data; None before the first step."""
         self._num_read = 0
         """Number of micro-batches of this step that have been read."""
         self._kept: list[MicroBatch] = []
@@ -207,7 +211,11 @@ class Loader:
 
     @property
     def dropped(self) -> int:
-        """Number of dropped samples (see DroppedSample), for the same ranks and period as `broken`."""
+        """Number of dropped or lost samples of this rank since the run was started or resumed.
+
+        Rank 0's number also includes those of all ranks before the run was resumed. See errors.DroppedSample and
+        errors.LostSample for what counts.
+        """
         return self._position.dropped
 
     def start_step(self, keep_text: bool = False) -> StepData:
@@ -342,7 +350,7 @@ class Loader:
         return self._split(self._feed.arrive(delivery.upload), lengths)
 
     def _count(self, number: int) -> np.ndarray | None:
-        """Return how many tokens of each text in a host buffer the model needs, [m], or None without count_tokens."""
+        """Return how many tokens of each text in a host buffer the model needs, [m]; None if they are not counted."""
         if self._count_tokens is None:
             return None
         lengths = self._count_tokens(self._batches[number].text[:, : self._context])
@@ -444,7 +452,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged = {key: first[key] for key in first if key not in ("cursor", "broken", "dropped")}
     if differing := [key for key in merged if any(state[key] != first[key] for state in states)]:
         raise ValueError(
-            f"the data states of the ranks differ in {', '.join(differing)}, so they are not from the same step"
+            f"the ranks' data positions differ in {', '.join(differing)}; they must be from the same step "
+            "of the same run"
         )
     cursor = {stream: place for state in states for stream, place in state["cursor"].items()}
     num_streams = first["slots"] * first["sources"]

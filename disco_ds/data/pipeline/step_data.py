@@ -1,5 +1,7 @@
 """One rank's data for one training step: the micro-batches, and a record of what was read and skipped."""
 
+# Symbols in shapes: m samples in a micro-batch; H x W pixels; L tokens per text; D is the width of stored embeddings.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,8 +26,8 @@ class MicroBatch:
     group_id: Tensor
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
     lengths: np.ndarray | None = None
-    """[m], how many tokens of each text the model needs. None: not counted. It is on the host, so reading it does not
-    wait for the device."""
+    """[m], how many tokens of each text the model needs; None if they are not counted. The array is on the host, so
+    reading it does not wait for the device."""
     teacher_text: Tensor | None = None
     """[m, L'] int64, the tokens of a teacher whose tokenizer differs from the model's; None if there is none."""
     stored: Tensor | None = None
@@ -72,4 +74,5 @@ class StepData:
     text: list[Tensor] | None = None
     """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The next (epoch, offset) of every stream that this step read from, keyed by stream number."""
+    """Where to continue reading each stream that this step read from: stream number -> (epoch, offset). Streams are
+    defined in order/mixture.py."""

@@ -50,7 +50,8 @@ class Part:
     """A worker's report on the rows that it has written into one buffer."""
 
     cursor: dict[int, tuple[int, int]]
-    """The next (epoch, offset) of every stream that was read from, keyed by stream number."""
+    """Where to continue reading each stream whose samples are in these rows: stream number -> (epoch, offset). Streams
+    are defined in order/mixture.py."""
     broken: list[str]
     """`shard/key: reason` of each broken sample that was skipped."""
     dropped: int = 0
@@ -95,7 +96,8 @@ class Job:
     slots: tuple[int, ...]
     """All slots of the rank, including those of its other workers, in order."""
     cursor: dict[int, tuple[int, int]]
-    """The (epoch, offset) at which to start reading each stream of these slots, keyed by stream number."""
+    """Where to start reading each stream of `slots`: stream number -> (epoch, offset). Streams are defined in
+    order/mixture.py."""
     first: int
     """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool
@@ -131,7 +133,7 @@ class _Reader:
         self._visited = set[tuple[int, int]]()
         """(source, shard) of all shards that were read."""
         self._damaged: dict[tuple[int, int], str] = {}
-        """The damaged shards among those, with the reason."""
+        """Maps (source, shard) of each damaged shard that was read to its description."""
         self._last: list[str] = []
         """Descriptions of the last few broken samples, for the error message."""
 

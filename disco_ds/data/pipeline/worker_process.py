@@ -43,7 +43,7 @@ class InProcess:
         self._parts = produce_parts(job, self._buffers.popleft)
 
     def grant(self, number: int) -> None:
-        """Allow this producer to fill a buffer, after all buffers that were granted earlier."""
+        """Allow this producer to fill buffer `number`, after all buffers that were granted earlier."""
         self._buffers.append(number)
 
     def is_ready(self) -> bool:
@@ -92,7 +92,7 @@ class Worker:
         return self._process.pid
 
     def grant(self, number: int) -> None:
-        """Allow the worker to fill this buffer, after all buffers that were granted earlier."""
+        """Allow the worker to fill buffer `number`, after all buffers that were granted earlier."""
         # If the worker has died, `receive` first returns everything that the worker sent, and then reports the failure.
         with suppress(OSError):
             self._connection.send(number)

@@ -60,7 +60,7 @@ def fit_cache(
 def sum_bytes(
     settings: DataSettings, sources: Sequence[Source], num_slots: int
 ) -> tuple[float, float]:
-    """Sum the sizes of the remote shards that this many slots read at a time.
+    """Sum the sizes of the remote shards that `num_slots` slots read at a time.
 
     Returns:
         The total in bytes without the prefetched shards, and the total with them.

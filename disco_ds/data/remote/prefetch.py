@@ -18,7 +18,7 @@ from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
-"""Number of threads per worker. While one waits for an answer, the other one can receive data."""
+"""Number of threads per worker. While one thread waits for an answer, the other one can receive data."""
 _POLL_S = 0.5
 _RETRY_S = 30.0
 """Pause before a shard that could not be fetched is tried again. If the cache is full, the thread does not try any
@@ -27,7 +27,7 @@ _BUSY_S = 1.0
 """Pause after a failure other than a full cache, before the next shard is fetched."""
 
 Cursor = dict[int, tuple[int, int]]
-"""The next (epoch, offset) of each stream, keyed by stream number."""
+"""Where to continue reading each stream: stream number -> (epoch, offset). Streams are defined in order/mixture.py."""
 Place = tuple[int, int]
 """A shard, as the number of its source and its number in that source."""
 

@@ -212,7 +212,10 @@ class ShardCache:
             )
 
     def _rank(self) -> Iterator[tuple[bool, int, int, Path]]:
-        """Yield (whether prefetched and unread, eviction order, size, path) for each shard in the cache."""
+        """Yield (whether prefetched and unread, eviction order, bytes, path) for each shard in the cache.
+
+        Within either kind, the shard with the smallest eviction order is evicted first.
+        """
         for path, found in _list_shards(self.folder):
             recent = time.time() - found.st_mtime < _FORGOTTEN_S
             unread = stat.S_IMODE(found.st_mode) == _PREFETCHED and recent
@@ -246,7 +249,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
 
 
 def _list_shards(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the path and status of each complete or partial file of the cache, which its name identifies."""
+    """Yield the path and status of each complete or partial shard in a folder. Other files are skipped."""
     for path in folder.iterdir():
         # A .partial file may have been renamed in the meantime.
         with suppress(FileNotFoundError):

@@ -150,7 +150,7 @@ def read_blocks(
         may raise StoreError.
 
     Raises:
-        ChangedError: If the object no longer has that version, or if the server cannot send only a part of it.
+        ChangedError: If the version of the object is no longer `tag`, or if the server cannot send only a part of it.
         StoreError: If the request fails.
     """
     # The version in the answer is compared below, because not every server supports If-Match.

@@ -12,6 +12,8 @@ Every rank constructs the source and sends it to its data workers, so the source
 sent to another process. docs/extending.md has an example. load.py builds the sources that a recipe names.
 """
 
+# Symbols in shapes: n captions of L tokens; H x W pixels.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

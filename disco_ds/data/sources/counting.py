@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Contents:
-    """Statistics of the members that the samples of some shards have."""
+    """Statistics of which members the samples of one or more shards have."""
 
     num_samples: int = 0
     num_complete: int = 0

@@ -62,7 +62,10 @@ class Table(Source):
         return TableReader(self)
 
     def find(self, image: str) -> Path:
-        """Look for an image in the csv's folder and then in the working directory, and return its path."""
+        """Return the path of an image in the csv's folder.
+
+        If the image exists only in the working directory, return its path in that directory instead.
+        """
         path = self.path.parent / image
         return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 
@@ -163,7 +166,7 @@ class CaptionedImages(Source):
     caption: str
     """Template of a row's caption."""
     rows: list[list[int]]
-    """The rows of each image."""
+    """The row numbers of each image."""
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -62,7 +62,7 @@ class Listing:
 
 
 def is_table(text: str) -> bool:
-    """Return whether a setting names a local csv file."""
+    """Return whether a setting names a local .csv or .tsv file."""
     return text.endswith((".csv", ".tsv")) and not is_remote(text)
 
 
@@ -308,7 +308,9 @@ def _to_number(end: str) -> int:
 
 
 def resolve_shards(text: str) -> Path:
-    """Return the folder that a setting names: a path, or `bundled:<set>` for a data set included in the package.
+    """Return the path that a setting names. `bundled:<set>` names the folder of a data set included in the package.
+
+    Other paths need not exist.
 
     Raises:
         ValueError: If there is no bundled data set of that name. The message lists the available ones.

@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
     name: str
     samples: int
-    """0 with data.index=none, or if the shard has no complete sample."""
+    """Number of complete samples; 0 also if samples are not counted (data.index=none)."""
     bytes: int
     """Size in bytes; 0 if unknown."""
     tag: str = ""
@@ -56,7 +56,7 @@ class Manifest(Source):
     remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
     """How remote shards are fetched."""
     missing: tuple[str, ...] = field(default=(), compare=False)
-    """Shards that did not exist when the others were counted. They are left out."""
+    """Names of shards that did not exist when the other shards were counted. They are not part of the source."""
 
     @cached_property
     def sizes(self) -> list[int]:

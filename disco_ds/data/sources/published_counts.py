@@ -122,9 +122,9 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
     """Return the version of a shard.
 
     Raises:
-        FileNotFoundError: If it does not exist.
-        StoreError: If its server does not return it.
-        OSError: If it is local and cannot be examined.
+        FileNotFoundError: If the shard does not exist.
+        StoreError: If the server does not return the version.
+        OSError: If the shard is local and is not a regular file, or if its status cannot be read.
     """
     if place.startswith(PIPE):
         return Version(0, "")

@@ -35,7 +35,7 @@ _MANY = 1_000
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""In a long file, only some parts with this many consecutive uids are checked for sorting."""
+"""Whether a long file is sorted is checked only in some parts of this many consecutive uids."""
 
 
 @dataclass
@@ -129,8 +129,8 @@ def load_stages(function: str) -> tuple[Stage, ...]:
     """Call the function that data.transforms names, and return its stages.
 
     Raises:
-        ValueError: If it cannot be imported, fails, does not return a list of stages, or returns a stage that joins
-            samples.
+        ValueError: If the function cannot be imported, fails, does not return a list of stages, or returns a
+            stage that joins samples.
     """
     create = load_custom(function, {})
     try:

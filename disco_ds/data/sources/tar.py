@@ -38,11 +38,11 @@ _MAX_HEADER = 2**16
 """Maximum size in bytes of a header with a long name or pax records. Real headers are much smaller, because a path
 has at most 4,096 bytes."""
 _MAX_READS = 64
-"""Maximum number of reads for one member: for its header, its long name and its pax records."""
+"""Maximum number of reads for the headers of one member, which include its long name and its pax records."""
 _FILES_KEPT = 64
 """Maximum number of local shards that stay open."""
 _SEARCHED_BYTES = 2**20
-"""Number of bytes from the end mark on that are searched for data."""
+"""Data after a tar's end mark is searched for in this many bytes, counted from the start of the end mark."""
 _MAX_READ_AHEAD = 2 * 2**30
 """Shards with more bytes are not read whole before the scan, because the page cache might not keep them for long."""
 _BLOCK = 2**20
@@ -67,9 +67,9 @@ class TarIndex:
 
     def __init__(self, file: BinaryIO) -> None:
         self.truncated: str | None = None
-        """What is wrong with the end of the tar, or None."""
+        """Why the tar is truncated, damaged or not a tar, for messages. None if it is intact."""
         self.end = 0
-        """Offset of the end mark, if the tar is not truncated."""
+        """Offset of the end mark in bytes, if `truncated` is None."""
         self.headers = array("q")
         """Offset of each sample's first header."""
         self._starts = array("q", [0])
@@ -138,7 +138,7 @@ def split_name(path: str) -> tuple[str, str] | None:
 
 
 def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
-    """Return whether the end mark of a complete tar is followed by data other than padding with zeros."""
+    """Return whether a complete tar has nonzero bytes within _SEARCHED_BYTES after the start of its end mark."""
     file.seek(index.end)
     return any(file.read(_SEARCHED_BYTES))
 
@@ -242,7 +242,7 @@ class TarReader:
 
         Args:
             shard: Number of the shard.
-            entry: Position of the sample in it.
+            entry: Position of the sample in the shard.
             wanted: The extensions to read; None reads all.
 
         Raises:
