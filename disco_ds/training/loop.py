@@ -87,7 +87,7 @@ def train(run: Run) -> None:
 def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
     """Train one step. Return None if its batch was skipped. Collective.
 
-    If the data cannot be read or too many batches are not finite, save a checkpoint before the error is raised.
+    Before an error is raised, the progress made so far is saved.
 
     Args:
         run: The run.
@@ -98,8 +98,8 @@ def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     Raises:
         DataStopError: If a rank could not read its data. The message says whether progress was saved.
         FloatingPointError: If the loss or the gradient was not finite in more than
-            config.skip_nonfinite batches in a row. The message says whether progress was saved. Also if fp16 skips all
-            updates (refuse_overflows); then nothing is saved.
+            config.skip_nonfinite batches in a row, or if fp16 skips all updates (refuse_overflows). The message says
+            whether progress was saved.
     """
     most = run.config.skip_nonfinite
     try:
@@ -128,7 +128,13 @@ def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     run.skipped_in_a_row = 0
     if output.grad_norm is None:
         run.overflows.append(run.engine.optimizer.loss_scale)
-        refuse_overflows(run.overflows, step + 1, run.schedule)
+        try:
+            refuse_overflows(run.overflows, step + 1, run.schedule)
+        except FloatingPointError as error:
+            # Without an update since the start of this process, a new checkpoint would only replace an older one.
+            if step + 1 == run.schedule.first_step + len(run.overflows):
+                raise
+            raise FloatingPointError(f"{error}; {save_without(run, step)}") from None
     else:
         run.overflows.clear()
         run.anomalies.check_spike("grad_norm", step + 1, output.grad_norm.item())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints.retention import list_complete
+from disco_ds.checkpoints.retention import list_complete, step_of
 from disco_ds.config import load_config
 from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
@@ -26,7 +26,7 @@ from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import AskedToStopError, refuse_overflows, train
-from disco_ds.training.step import StopError, agree
+from disco_ds.training.step import StepOutput, StopError, agree, run_step
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -281,10 +281,31 @@ def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails:
 def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 60}
     path = recipe(tmp_path, deepspeed={"base": "zero1", **NO_AUTOCAST, "fp16": fp16})
-    with ExitStack() as stack:
+    with comm.session(600), ExitStack() as stack:
         run = start(load_config(path, ["name=overflow"]), nothing, stack)
         with pytest.raises(FloatingPointError, match="overflowed in fp16"):
             train(run)
+
+
+@pytest.mark.parametrize(("first", "saved"), [(1, None), (3, 3)])
+def test_run_that_fp16_stops_saves_its_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, saved: int | None
+) -> None:
+    """All updates from step `first` on are skipped. At a loss scale of 1, the second one in a row stops the run."""
+
+    def skipped(run: Run, step: int, *others: Any) -> StepOutput:
+        output = run_step(run, step, *others)
+        return output if step + 1 < first else replace(output, grad_norm=None)
+
+    monkeypatch.setattr("disco_ds.training.loop.run_step", skipped)
+    path = recipe(tmp_path, checkpoint={"every_steps": 0})
+    with comm.session(600), ExitStack() as stack:
+        run = start(load_config(path, ["log.tensorboard=false"]), nothing, stack)
+        monkeypatch.setattr(type(run.engine.optimizer), "loss_scale", 1.0)
+        with pytest.raises(FloatingPointError, match="overflowed in fp16") as caught:
+            train(run)
+    assert [step_of(path) for path in list_complete(run.folder)] == ([saved] if saved else [])
+    assert ("a checkpoint was saved after step 3" in str(caught.value)) == bool(saved)
 
 
 def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
