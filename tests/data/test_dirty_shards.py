@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 
@@ -114,6 +113,8 @@ def test_thousand_dirty_shards_are_read_to_the_end_as_fast_as_clean_ones(tmp_pat
     for shard in (100, 500, 900):
         reason = "the shard is damaged, and 10 of its 20 samples are lost"
         assert any(line.startswith(f"{shard:05d}.tar/") and reason in line for line in broken)
-    rate = statistics.median(dirty_run[2] / clean_run[2] for clean_run, dirty_run in pairs)
+    # Other processes can only slow a run down, so compare the fastest runs.
+    clean_rate, dirty_rate = (max(run[2] for run in runs) for runs in zip(*pairs, strict=True))
+    rate = dirty_rate / clean_rate
     print(f"throughput of dirty shards over that of clean ones: {rate:.3f}")
     assert rate > 0.95
