@@ -459,7 +459,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     num_streams = first["slots"] * first["sources"]
     if len(cursor) != num_streams:
         raise ValueError(
-            f"the data states contain only {len(cursor)} of {num_streams} streams, so the states of some ranks are "
+            f"the ranks' data positions contain only {len(cursor)} of {num_streams} streams, so those of some ranks are "
             "missing"
         )
     for key in ("broken", "dropped"):
