@@ -459,8 +459,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     num_streams = first["slots"] * first["sources"]
     if len(cursor) != num_streams:
         raise ValueError(
-            f"the ranks' data positions contain only {len(cursor)} of {num_streams} streams, so those of some ranks are "
-            "missing"
+            f"the ranks' data positions contain only {len(cursor)} of {num_streams} streams, so those of some "
+            "ranks are missing"
         )
     for key in ("broken", "dropped"):
         merged[key] = sum(state[key] for state in states)
