@@ -62,14 +62,12 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.phase = "metrics"
         self.counts: Counter[str] = Counter()
-        self.names: Counter[str] = Counter()
-        """Name of an operation -> how often it occurs in the phase "end"."""
+        """Phase -> number of operations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if not func.is_view and name not in NOT_COUNTED:
             self.counts[self.phase] += 1
-            self.names[name] += self.phase == "end"
         return func(*args, **(kwargs or {}))
 
 
@@ -168,7 +166,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="width of both towers")
     parser.add_argument("--time", type=int, default=0, help="steps to time")
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--names", action="store_true", help="list the operations of the end")
     args = parser.parse_args()
     print("| ZeRO | optimizer | micro-batches | " + " | ".join(PHASES) + " | ms of the end |")
     print("|" + "---|" * (len(PHASES) + 4))
@@ -181,8 +178,6 @@ def main() -> None:
                     values = [f"{found.counts[phase]:,}" for phase in PHASES]
                     time_ms = f"{ms:.1f}" if args.time else "-"
                     print("|", " | ".join([f"{stage}", optimizer, f"{num}", *values, time_ms]), "|")
-                    if args.names:
-                        print(found.names.most_common(12))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """Measure the memory that the towers use on this machine, and compare it with the memory that `disco-ds plan` traces.
 
-    python -m tools.check.memory vit_b_32_32k [micro_batch=16 ...]
-
-On a GPU, memory is measured with the largest micro-batch that fits (a multiple of 16). On a CPU, the micro-batch of the
-recipe is used.
+python -m tools.check.memory vit_b_32_32k [micro_batch=16 ...]
 """
 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,28 +69,10 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
 def compare(config: Config) -> str:
     """Return a table that compares the memory that `disco-ds plan` traces with the measured memory."""
     device = comm.local_device()
-    m, choice = config.micro_batch, "the recipe's micro-batch"
-    if device.type == "cuda":
-        step = 16
-
-        def fits(n: int) -> bool:
-            try:
-                measure_towers(config, n * step, device)
-            except torch.OutOfMemoryError:
-                return False
-            finally:  # so that this attempt leaves no fragmented memory for the next one
-                torch.cuda.empty_cache()
-            return True
-
-        m, choice = (
-            step * bisect_left(range(1, 2**12), True, key=lambda n: not fits(n)),
-            f"the largest multiple of {step} that fits with nothing else in memory",
-        )
-        if not m:
-            raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
+    m = config.micro_batch
     traced, found = trace(config, m, device.type != "cpu"), measure_towers(config, m, device)
     lines = [
-        f"{config.model.label} on {device}, {m} samples, {choice}; GiB:",
+        f"{config.model.label} on {device}, {m} samples; GiB:",
         f"{'':10}{'traced':>9}{'measured':>10}",
     ]
     for name in PASSES:

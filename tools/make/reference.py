@@ -212,6 +212,10 @@ def shorten_flags(names: list[str]) -> list[str]:
     return list(dict.fromkeys(shown))
 
 
+def wrap(paragraph: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(paragraph, 120, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def open_clip_page() -> str:
     """Return docs/from_open_clip.md with an updated table and list of flags.
 
@@ -223,23 +227,25 @@ def open_clip_page() -> str:
     )
     page = (DOCS / "from_open_clip.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(begin)
-    lines = [begin, "", "| open_clip_train | here | note |", "|---|---|---|"]
+    lines = ["| open_clip_train | here | note |", "|---|---|---|"]
+    same: list[str] = []
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, row in read_words()["flags"].items():
         key = tuple(row.get("ours", ())), row.get("note", "")
         groups.setdefault(key, []).append(f"`--{name}`")
     for (ours, note), names in groups.items():
-        if ours:
-            lines += [
-                f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours)} | {text(note)} |"
-            ]
+        settings = ", ".join(f"`{key}`" for key in ours)
+        if ours and note:
+            lines += [f"| {', '.join(names)} | {settings} | {text(note)} |"]
+        elif ours:
+            same += [f"{', '.join(names)}: {settings}"]
+    alike = f"Flags with the same meaning as a setting: {'; '.join(same)}."
+    lines = [begin, "", *wrap(alike), "", *lines]
     unset = {note: shorten_flags(names) for (ours, note), names in groups.items() if not ours}
     lines += ["", "Flags without a setting here. `disco-ds from-open-clip` prints the reasons:", ""]
     for answer in ("not needed", "not available"):
         flags = [name for note, names in unset.items() if note.startswith(answer) for name in names]
-        lines += textwrap.wrap(
-            f"- {answer}: {', '.join(flags)}", 120, subsequent_indent="  ", break_on_hyphens=False
-        )
+        lines += wrap(f"- {answer}: {', '.join(flags)}", "  ")
     for note, names in unset.items():
         if not note.startswith("not "):
             lines += [f"- {', '.join(names)}: {text(note)}"]
