@@ -324,7 +324,10 @@ class Ring:
         soft_targets: Sequence[SoftTargets] = (),
         target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the same as Gathered.gradient, with the columns of one rank at a time, but no moments."""
+        """Compute the gradients that Gathered.gradient computes, processing the columns of one rank at a time.
+
+        Moments are not supported.
+        """
         d_rows = zero_gradient(rows) if needs_rows else None
         sent = [self.own, shifts[1]]
         for each in soft_targets:

@@ -4,7 +4,7 @@ The gradient of an entry depends only on that entry, not on the sum of its row. 
 computed in one pass, which computes each similarity only once. The diagonal of positive pairs is left out.
 """
 
-# n rows, m columns, D width; z_ij = scale <row i, column j> + bias
+# n rows, m columns, D width; z_ij = scale <row i, column j> + bias; y: the teacher's z
 
 from __future__ import annotations
 
