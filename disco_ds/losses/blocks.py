@@ -144,7 +144,7 @@ class Gathered:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
-        groups: The groups of this rank's rows and of all columns, or None.
+        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
 
     own: Tensor
@@ -176,7 +176,7 @@ class Gathered:
         Args:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
-            shift: [1], subtracted from all exponents, or None; see kernels.Block.
+            shift: [1], subtracted from all exponents. None: a separate maximum is subtracted for each row and column.
             maxima: Also find the largest exponents.
 
         Returns:
@@ -219,7 +219,7 @@ class Gathered:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
             shifts: [2, b], row_shift and column_shift of softmax_gradient.
-            shift: [1], subtracted from all exponents, or None; see kernels.Block.
+            shift: The shift with which `sums` computed the sums, or None.
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
@@ -275,7 +275,7 @@ class Ring:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are sent. None: the dtype of `columns`.
-        groups: The groups of this rank's rows and of all columns, or None.
+        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Ring:
         self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Compute the same as Gathered.sums, with the columns of one rank at a time."""
+        """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
         total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
         largest: Tensor | None = None
         positives: Tensor | None = None
@@ -362,9 +362,9 @@ class Ring:
     def _block(
         self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows and the owner's columns.
+        """Return the block of this rank's rows and the columns of the rank `owner`.
 
-        It has positive pairs only if this rank is the owner.
+        The block has positive pairs only if `owner` is this rank.
         """
         first = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
@@ -385,7 +385,8 @@ class SoftTargets:
     scale: Tensor
     """[1] float64, the absolute value of the teacher's scale."""
     shift: Tensor | None
-    """[1] float64, subtracted from all exponents, or None; see kernels.Block."""
+    """[1] float64, subtracted from all of the teacher's logits before exp. None: a separate maximum is subtracted for
+    each row and each column."""
     x: Tensor
     """[b] float64, the teacher's logits of the positive pairs."""
     others: Tensor
@@ -441,13 +442,13 @@ def to_comm_dtype(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
 
 
 def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors into chunks of rows to limit the memory of temporary copies."""
+    """Yield the same range of rows of all tensors, chunk by chunk, to limit the memory of temporary copies."""
     size = chunk_rows(sides[0].shape[-1], sides[0].device)
     return zip(*(side.split(size) for side in sides), strict=True)
 
 
 def chunk_rows(D: int, device: torch.device) -> int:
-    """Return the number of rows per chunk.
+    """Return the number of rows in each chunk of `row_chunks`, for rows of width D.
 
     On a GPU, where each call has overhead, a chunk takes 64 MiB in fp32. On a CPU, a chunk fits in the cache.
     """
@@ -569,13 +570,13 @@ def multiply_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return <a, b> over all rows, 0-d float64."""
+    """Return the sum of a * b over all elements, 0-d float64."""
     parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in row_chunks(a, b)]
     return torch.stack(parts).sum()
 
 
 def zero_gradient(x: Tensor) -> Tensor:
-    """Return zeros of the shape of x, in the dtype in which gradients accumulate."""
+    """Return zeros of the shape of x, in fp32, or in float64 if x is float64."""
     return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
 
 

@@ -59,7 +59,7 @@ class FastCLIPLoss(TiledLoss):
     """
 
     weighs_by_tau: ClassVar[bool] = True
-    """Whether the loss has the factor tau_i."""
+    """Whether the term of each anchor i in the loss is multiplied by its temperature tau_i."""
     default_gamma: ClassVar[GammaSchedule] = "cosine"
     default_tau: ClassVar[float] = 0.07
     learns_scale = False
@@ -154,7 +154,7 @@ class FastCLIPLoss(TiledLoss):
         return LossOutput(loss, metrics)
 
     def commit(self) -> None:
-        """Apply the staged state."""
+        """Apply the per-sample state that the last forward staged."""
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

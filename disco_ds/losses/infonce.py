@@ -243,7 +243,7 @@ def _gradients(
         soft_targets: One for each teacher.
         needs_entropy: Whether the entropy of the soft targets is needed.
         sums: The sums over the negatives of each row and column.
-        shift: [1], subtracted from all exponents, or None; see kernels.Block.
+        shift: The shift with which `sums` were computed, or None.
 
     Returns:
         The three gradients, with None for each that is not needed; and the target_gradient of softmax_gradient, [b, D],
@@ -319,7 +319,7 @@ def _sums(
     shift: Tensor | None,
     maxima: bool,
 ) -> Sums:
-    """Sum over all negatives of each row and each column, including those of the same side (NT-Xent)."""
+    """Sum over all negatives of each row and each column. For NT-Xent, these include the views of the same side."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

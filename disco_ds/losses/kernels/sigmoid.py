@@ -28,9 +28,11 @@ class SigmoidSums:
     weight: Tensor
     """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over negatives: the gradient of the bias."""
     rows_max: Tensor | None
-    """[1, n] or [2, n], the largest z of each row, see similarity.Sums; None if maxima were not computed."""
+    """[1, n]: the largest z of each row among negatives. [2, n]: in addition, rows_max[1] is the largest z of each row
+    among positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
-    """[1, m] or [2, m], the largest z of each column; None if maxima were not computed."""
+    """[1, m]: the largest z of each column among negatives. [2, m]: in addition, columns_max[1] is the largest z of
+    each column among positives outside the diagonal. None if maxima were not computed."""
 
 
 @dataclass

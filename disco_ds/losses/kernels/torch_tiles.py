@@ -159,7 +159,7 @@ def log_weights(
 def sigmoid_weights(
     tile: Tile, scale: Tensor, bias: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute sums and weights of the sigmoid loss, with z = x + bias.
+    """Compute sums and weights of the sigmoid loss, with z_ij = scale <r_i, c_j> + bias.
 
     Returns:
         The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded for use in a

@@ -67,7 +67,7 @@ CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED el
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
 """Maximum number of block elements per warp for kernels with these flags.
 
-They need more registers per element, and larger blocks would spill registers to memory."""
+These kernels need more registers per element. With larger blocks, registers would spill to memory."""
 
 _forced: triton.Config | None = None
 
@@ -106,7 +106,7 @@ def worth_timing(
 
 
 def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """Return all configurations that suit these arguments; see worth_timing."""
+    """Return all configurations with which a kernel can run on these arguments without spilling registers."""
     persistent = args["tuned"] % 2
     plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
     fitting = PLAIN_CORES if plain else TENSOR_CORES
@@ -292,7 +292,10 @@ def _cosines(
 
 @triton.jit
 def _store_part(x, parts, numbers, block, num):
-    """Store one number per row (or column) of a block; parts is [blocks, num]."""
+    """Store one number for each row of a block in parts [blocks, num], or one for each column.
+
+    num is the number of rows of the tile, or of its columns. `numbers` are the indices of the block's rows, or columns.
+    """
     tl.store(parts + tl.cast(block, tl.int64) * num + numbers, x, mask=numbers < num)
 
 
