@@ -31,13 +31,14 @@ class Packing(NamedTuple):
     groups: Tensor
     """[2 n] int64 on the CPU, n pairs: a length, and the number of consecutive texts of this length."""
     tiles: Tensor
-    """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. Tiles contain whole texts."""
+    """[number of tiles + 1] int32: the first row of each tile of the Triton kernels. The last number is the number of
+    rows of all texts. Tiles contain whole texts."""
     segments: Tensor
-    """[T] int32: for each row, the number of its text."""
+    """[T] int32: for each of the T rows, the index of its text."""
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with the parameters of nn.MultiheadAttention; see replace.py."""
+    """Multi-head self-attention with the parameters of nn.MultiheadAttention. replace.py puts it into towers."""
 
     num_heads: int
     in_proj_weight: Tensor

@@ -140,7 +140,7 @@ def attend(
         qkv: [T, 3, H, D], contiguous.
         tiles: [tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are one
             sequence and one tile.
-        segments: [T] int32: for each row, the number of its sequence.
+        segments: [T] int32: for each row, the index of its sequence.
         length: Rows of a sequence. Not used with `tiles`.
         causal: Whether a row attends only to itself and to earlier rows.
         rows: Maximum number of rows of a tile: a power of two, at least 16.
