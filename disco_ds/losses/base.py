@@ -182,7 +182,8 @@ class Loss(nn.Module):
 
         Raises:
             TypeError: If the arguments are not exactly one Embeddings.
-            ValueError: If the loss needs a teacher and the embeddings have none, or the other way round.
+            ValueError: If the loss needs a teacher and the embeddings have none, or if the
+                embeddings have a teacher that the loss does not use.
             LossContractError: If the output breaks the contract.
         """
         if others or not isinstance(embeddings, Embeddings):
@@ -375,7 +376,7 @@ def _find_class(name: str) -> type[Loss]:
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the options of a loss by name, and whether its constructor also accepts unknown names.
 
-    The options are the parameters of the constructor. If it takes `**options`, the parameters of the base
+    The options are the parameters of the constructor. If the constructor takes `**options`, the parameters of the base
     class's constructor are included.
     """
     found: dict[str, inspect.Parameter] = {}

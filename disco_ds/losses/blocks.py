@@ -44,13 +44,13 @@ class TiledLoss(Loss):
     Args:
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
-        tile: Number of rows and columns of a tile; see kernels.Tiling.
+        tile: Largest number of rows and columns of a tile. None: the default of kernels.Tiling.
         precision: Precision of the operands of matrix multiplications; see kernels.Tiling.
         impl: "torch", "triton" or "auto"; see kernels.Tiling.
         group: Process group, None for all ranks.
 
     Raises:
-        ValueError: If `tile` is not two positive integers, or if `precision` or `impl` is unknown.
+        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
@@ -394,7 +394,8 @@ class SoftTargets:
     weight: float
     """Weight of this teacher in the loss."""
     weighted_columns: Tensor | None = None
-    """[b, D'], sums of the teacher's columns, weighted by its probabilities; see kernels.Target. None: not needed."""
+    """[b, D'], sums of the teacher's columns, weighted by its probabilities, times Tiling.gain and `weight`. None: not
+    needed."""
 
     @property
     def lse(self) -> Tensor:

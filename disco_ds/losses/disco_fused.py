@@ -12,7 +12,7 @@ from disco_ds.losses.infonce import infonce
 
 @register_loss("disco_fused")
 class DisCoFusedLoss(GroupedLoss):
-    """InfoNCE over the global batch, equal to `clip` and `disco`.
+    """InfoNCE over the global batch, with the same value and gradient as the losses `clip` and `disco`.
 
     Texts are gathered once. Each rank computes one block of similarities, its own images against all texts, tile
     by tile. Sums over the block's rows give the image-to-text loss. Sums over its columns, completed by one
@@ -23,5 +23,5 @@ class DisCoFusedLoss(GroupedLoss):
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss with gathered columns. Collective."""
+        """Compute the loss, with the features of one side gathered from all ranks. Collective."""
         return infonce(embeddings, Gathered, self)

@@ -34,7 +34,7 @@ class _DropIn(nn.Module):
     """
 
     global_mean = False
-    """Return the global mean loss instead of this rank's share; the gradient is the same either way."""
+    """Whether forward returns the global mean loss instead of this rank's share. The gradient is the same."""
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()

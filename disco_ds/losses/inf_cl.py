@@ -9,7 +9,7 @@ from disco_ds.losses.infonce import infonce
 
 @register_loss("inf_cl")
 class InfCLLoss(GroupedLoss):
-    """InfoNCE over the global batch, equal to `clip` and `disco`.
+    """InfoNCE over the global batch, with the same value and gradient as the losses `clip` and `disco`.
 
     No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once for the
     sums, and once more together with its gradient. The next block is received while the current one is multiplied.
@@ -19,5 +19,5 @@ class InfCLLoss(GroupedLoss):
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss with columns on a ring. Collective."""
+        """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
         return infonce(embeddings, Ring, self)
