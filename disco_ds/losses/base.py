@@ -204,7 +204,7 @@ class Loss(nn.Module):
         return out
 
     def _describe_teacher(self) -> str:
-        """Return the message for a loss that got a teacher it does not use, or no teacher although it needs one."""
+        """Return the error message for a teacher that this loss does not use, or for one that it needs and lacks."""
         name = type(self).__name__
         if self.teacher_weight is not None:
             return (
@@ -411,7 +411,7 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
 
     Args:
         largest: [1, b]: for each row, the highest similarity to a negative. [2, b]: in addition, largest[1] is the
-            highest similarity to a positive other than the row's own pair. None: accuracies are not computed.
+            highest similarity to another positive than the row's pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row's positive pair.
 
     Returns:

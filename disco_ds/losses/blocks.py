@@ -251,9 +251,10 @@ class Gathered:
         return d_rows, d_columns
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather a vector with one number for each of this rank's columns, [b], from all ranks.
+        """Gather from every rank a vector [b] with one number for each of the rank's columns.
 
-        A vector with stride 0 is one number, expanded to [b]. Every rank has the same number, so nothing is sent.
+        A vector with stride 0 is one number, expanded to [b]. This number is the same on every rank, so nothing is
+        sent.
         """
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
@@ -508,8 +509,8 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
     """Start to check that this shift suits every sum of every rank. Collective: one all_reduce.
 
-    `sums` are logarithms. If one is more than 58 below the shift, the shift does not fit: the reciprocal of the sum,
-    times Tiling.gain, could overflow fp32.
+    `sums` are logarithms of sums of exponentials. If one of them is more than 58 below the shift, the shift does not
+    fit: the reciprocal of the shifted sum, times Tiling.gain, could overflow fp32.
 
     Returns:
         A function that waits for the result of the check and returns it. It does not wait for work that is queued on
@@ -539,7 +540,7 @@ def add_pairs(
 
     Args:
         gradient: [b, D], the gradient without the positive pairs, multiplied by the gain. None: do nothing.
-        others: [b, D], the other half of each positive pair.
+        others: [b, D]. Row i is the feature with which row i of the gradient forms a positive pair.
         weight: [b], one weight per positive pair.
         factor: 0-d or [1].
         tiling: Provides the gain and the rounding of `others`.

@@ -65,7 +65,7 @@ class FastCLIPLoss(TiledLoss):
     learns_scale = False
     rho: float = 0.0
     tau_step: TauStep | None = None
-    """How the temperature of each sample is learned; None: one temperature for all samples."""
+    """Settings for learning the temperatures of each sample. None: all samples share one temperature."""
 
     def __init__(
         self,
@@ -184,7 +184,10 @@ class FastCLIPLoss(TiledLoss):
 
 
 class _FastCLIP(torch.autograd.Function):
-    """The loss as a function of rows, columns and tau. tau is float64: [1], or [2, b] with a temperature per anchor."""
+    """The loss as a function of rows, columns and tau.
+
+    tau is float64. Its shape is [1], or [2, b] if each anchor has a temperature.
+    """
 
     @staticmethod
     def forward(

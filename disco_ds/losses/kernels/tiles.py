@@ -194,7 +194,7 @@ class Tile:
 
 
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
-    """Return the number of rows and columns of a tile of weights.
+    """Return the default number of rows and columns of a tile that is written to a GPU's memory.
 
     The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows of the product
     that all multiprocessors compute at once. The sides of a tile are multiples of a wave, so that no multiprocessor is

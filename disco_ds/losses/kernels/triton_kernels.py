@@ -123,7 +123,10 @@ def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time a configuration; return infinity if it fails with this version of Triton or on this GPU."""
+    """Return quantiles of the milliseconds that `call` takes, which launches a kernel with one configuration.
+
+    They are infinity if the configuration fails with this version of Triton or on this GPU.
+    """
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
     except torch.OutOfMemoryError:
@@ -154,7 +157,7 @@ _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 @triton.jit
 def _blocks(n, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr):
-    """Return the range of the blocks that this program computes, as start, stop and step."""
+    """Return the range of the indices of the blocks that this program computes, as start, stop and step."""
     first = tl.program_id(0)
     if PERSISTENT:
         return first, tl.cdiv(n, BLOCK_M) * tl.cdiv(m, BLOCK_N), tl.num_programs(0)
@@ -176,7 +179,10 @@ def _factors(
     r, c, n, m, D: tl.constexpr, r_row, c_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Return r and c in the form in which `_cosines` reads them: as descriptors or as pointers (see `_memory`)."""
+    """Return r and c in the form in which `_cosines` reads them.
+
+    For a persistent program, these are tensor descriptors; for any other program, pointers.
+    """
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     r = _memory(r, n, D, r_row, BLOCK_M, BLOCK_D, PERSISTENT)
     c = _memory(c, m, D, c_row, BLOCK_N, BLOCK_D, PERSISTENT)
@@ -188,7 +194,7 @@ def _product(
     x, r, c, n, m, D: tl.constexpr, r_row, r_width, c_row, c_width, rows, columns,
     PRECISION: tl.constexpr, WIDTH_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Return x + <r_i, c_j> for rows of any strides."""
+    """Return x + <r_i, c_j> for a block. The rows and columns may have any strides."""
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     width = tl.arange(0, BLOCK_D)
     # Beyond the tile's edge, the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
