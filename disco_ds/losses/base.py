@@ -15,6 +15,8 @@ A loss class derives from Loss. It
 Parameters of the loss itself are not trained. docs/extending.md has an example.
 """
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 import inspect
@@ -411,7 +413,7 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
 
     Args:
         largest: [1, b]: for each row, the highest similarity to a negative. [2, b]: in addition, largest[1] is the
-            highest similarity to another positive than the row's pair. None: accuracies are not computed.
+            highest similarity to a positive other than the row's pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row's positive pair.
 
     Returns:

@@ -113,7 +113,7 @@ class GroupedLoss(TiledLoss):
             groups are in Embeddings.group_id. See docs/losses.md section 8.
         teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
             pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
-        options: See TiledLoss.
+        options: Keyword arguments of TiledLoss.
 
     Raises:
         ValueError: If teacher_weight is not from 0 to 1, or is combined with groups.

@@ -3,6 +3,8 @@
 This is the package's fastest InfoNCE loss if a B x D tensor fits in memory.
 """
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
@@ -19,7 +21,7 @@ class DisCoFusedLoss(GroupedLoss):
     all_reduce of B numbers, give the text-to-image loss. A reduce_scatter sends the gradient of each text back to the
     rank that the text came from. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
 
-    Options: see GroupedLoss.
+    The options are those of GroupedLoss (blocks.py).
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:

@@ -4,6 +4,8 @@ They are for training loops outside this package. DistributedDataParallel, DeepS
 ranks; with these losses, that average is the gradient of the global batch. docs/custom_loop.md shows how to use them.
 """
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ class _DropIn(nn.Module):
     """
 
     global_mean = False
-    """Whether forward returns the global mean loss instead of this rank's share. The gradient is the same."""
+    """Whether forward returns the global mean loss instead of this rank's share. The gradient does not differ."""
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()

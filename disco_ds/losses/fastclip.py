@@ -52,7 +52,7 @@ class FastCLIPLoss(TiledLoss):
         eps: Added to u in the logarithm.
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
-        options: See TiledLoss.
+        options: Keyword arguments of TiledLoss.
 
     Raises:
         ValueError: For values out of range.
@@ -299,7 +299,7 @@ class FastCLIPv2Loss(FastCLIPLoss):
         tau_lr: Learning rate of the temperatures.
         tau_min: Lower bound of the temperatures.
         tau_max: Upper bound of the temperatures.
-        options: See FastCLIPLoss.
+        options: Keyword arguments of FastCLIPLoss.
 
     Raises:
         ValueError: For values out of range.
@@ -331,7 +331,7 @@ class FastCLIPv3Loss(FastCLIPLoss):
 
     Args:
         rho: The constant rho in the formula of FastCLIPLoss.
-        options: See FastCLIPLoss.
+        options: Keyword arguments of FastCLIPLoss.
     """
 
     learns_scale = True

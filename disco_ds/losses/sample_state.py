@@ -46,7 +46,7 @@ class TauStep:
 class SampleState:
     """FastCLIP's estimates log u: one for the image and one for the text of every sample.
 
-    If `step` is given, there is also one temperature for each of them.
+    If `step` is given, each image and each text also has a temperature.
 
     Args:
         num_samples: Number of samples in the data; ids are below this number.

@@ -45,7 +45,7 @@ class SigLIPLoss(GroupedLoss):
     no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
     SigLIP (arXiv 2303.15343).
 
-    Options: see GroupedLoss.
+    The options are those of GroupedLoss (blocks.py).
 
     Raises:
         ValueError: If the embeddings have no bias.
@@ -221,7 +221,7 @@ class _SigmoidTargets:
     def for_columns(self, columns: Tensor, first: int | None) -> SigmoidTarget:
         """Return the targets for one rank's columns [b, D'].
 
-        Row i and column i + first are a positive pair; None if the block has no positive pairs.
+        Row i and column i + first are a positive pair. `first` is None if the columns are those of another rank.
         """
         scales = self.scale.expand(len(self.rows))
         block = Block(self.rows, columns, scales, scales, first, None, self.tiling)

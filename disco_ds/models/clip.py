@@ -65,10 +65,10 @@ If a tower did not run, its features are None. If the model has no bias, the bia
 
 
 class Texts(NamedTuple):
-    """The texts of a micro-batch, as inputs of `forward`."""
+    """The m texts of a micro-batch, as inputs of `forward`."""
 
     text: Tensor
-    """[m, L] int64 tokens."""
+    """[m, L] int64, the L tokens of each text."""
     lengths: np.ndarray | None
     """[m], how many tokens of each text the text tower needs (models/fast/texts.py). None: the tower counts them."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from disco_ds.losses.kernels.tiles import Precision, Tiling
 
 FENCED = "3.7.1"
-"""Oldest version of Triton that is used on compute capability 10 and higher, see `lacks_fence`."""
+"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
 
 logger = logging.getLogger(__name__)
 

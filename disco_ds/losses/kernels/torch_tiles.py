@@ -6,6 +6,8 @@ scale, shift and bias have the shape [1]. All are in full precision, except `shi
 not requested, the functions return None in their place.
 """
 
+# n rows, m columns, D width of a tile
+
 from __future__ import annotations
 
 import math

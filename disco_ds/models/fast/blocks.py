@@ -4,6 +4,8 @@ They replace open_clip's modules in a model that has been built (replace.py). Th
 parameters and all other modules are therefore open_clip's.
 """
 
+# B images of S tokens, or T packed tokens; C is the width of the tower
+
 from __future__ import annotations
 
 import torch
