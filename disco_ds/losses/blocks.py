@@ -45,16 +45,16 @@ class TiledLoss(Loss):
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
         tile: Largest number of rows and columns of a tile. None: the default of kernels.Tiling.
-        precision: Precision of the operands of matrix multiplications; see kernels.Tiling.
-        impl: "torch", "triton" or "auto"; see kernels.Tiling.
-        group: Process group, None for all ranks.
+        precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
+        impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
+        group: The process group; None: all ranks.
 
     Raises:
         ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
-    """How the other pairs of an anchor's group are treated; see GroupedLoss."""
+    """How the loss treats the other pairs of an anchor's group. GroupedLoss describes the values."""
 
     def __init__(
         self,

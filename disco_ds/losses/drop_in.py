@@ -111,7 +111,7 @@ class _DropIn(nn.Module):
 
 
 class ClipLoss(_DropIn):
-    """open_clip's ClipLoss: InfoNCE over the global batch. For the options, see _DropIn.
+    """open_clip's ClipLoss: InfoNCE over the global batch. _DropIn describes the further options.
 
     In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, which also decides
     whether its gradient is exact. Here the gradient is always the exact gradient of the global batch. As in
@@ -143,7 +143,7 @@ class ClipLoss(_DropIn):
 
 
 class SigLipLoss(_DropIn):
-    """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options, see _DropIn.
+    """open_clip's SigLipLoss: the sigmoid loss over the global batch. _DropIn describes the further options.
 
     cache_labels and dist_impl are accepted for compatibility and ignored. Texts are always sent around a ring.
     """

@@ -151,7 +151,7 @@ def _make_soft_targets(
     make_blocks: MakeBlocks,
     loss: TiledLoss,
 ) -> SoftTargets:
-    """Compute what the soft targets of one teacher need: sums over the rows and columns of its logits. Collective."""
+    """Compute the soft targets of one teacher, from the sums over the rows and columns of its logits. Collective."""
     tiling = loss.tiling.on(rows.device)
     rows, columns = tiling.hold(rows), tiling.hold(columns)
     blocks = make_blocks(columns, tiling, loss.comm_dtype, loss.group, None)
@@ -246,8 +246,8 @@ def _gradients(
         shift: The shift with which `sums` were computed, or None.
 
     Returns:
-        The three gradients, with None for each that is not needed; and the target_gradient of softmax_gradient, [b, D],
-        or None without teachers.
+        First, the gradients of rows, columns and scale, with None for each that is not needed. Second, the
+        target_gradient of softmax_gradient, [b, D]; None without teachers.
     """
     if not any(needed) and not soft_targets:
         return (None, None, None), None

@@ -23,16 +23,16 @@ Memory = Literal["device", "host"]
 BETA1 = 0.9
 """Adam's decay rate for the first moments of the temperatures' gradients."""
 BETA2 = 0.999
-"""Adam's decay rate for the second moments."""
+"""Adam's decay rate for the second moments of the temperatures' gradients."""
 EPS = 1e-8
-"""Adam's epsilon."""
+"""Epsilon in Adam's update of the temperatures."""
 CLAMP = 5.0
 """A temperature's gradient is clamped to at most this absolute value."""
 
 
 @dataclass(frozen=True)
 class TauStep:
-    """Adam's settings for the temperatures."""
+    """Settings with which Adam updates the temperatures of the samples."""
 
     start: float
     """Initial temperature."""
@@ -52,7 +52,7 @@ class SampleState:
         num_samples: Number of samples in the data; ids are below this number.
         memory: Where the values are stored: "device" or "host".
         step: Adam's settings for the temperatures. None: no temperatures are stored.
-        group: Process group, None for all ranks.
+        group: The process group; None: all ranks.
     """
 
     def __init__(self, num_samples: int, memory: Memory, step: TauStep | None, group: Any):

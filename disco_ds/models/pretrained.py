@@ -102,7 +102,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Download into the cache the weights that the settings select: those of an open_clip tag, and timm's image tower.
+    """Download the weights of the selected open_clip tag and, if selected, timm's image tower into the cache.
 
     All ranks then load them from the cache. Weights in local files need no download.
 

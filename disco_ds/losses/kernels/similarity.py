@@ -143,7 +143,7 @@ class Block:
         return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
-        """Yield the row and column range of every tile."""
+        """Yield the row and column range of every tile of the block. `written`: each tile is written to memory."""
         n, D = self.rows.shape
         return self.tiling.cut(n, len(self.columns), D, self.rows.device, written)
 
@@ -159,7 +159,7 @@ class Block:
 
     @property
     def has_positives(self) -> bool:
-        """Return whether pairs of the same group are positives."""
+        """Return whether pairs of the same group are positives of each other."""
         return self.groups is not None and self.groups.share is not None
 
     def positives(self) -> Iterator[Positives]:
@@ -287,7 +287,10 @@ class Target:
     weight: float
     """Weight of this teacher, above 0."""
     weighted_columns: Tensor | None = None
-    """[n, D'], receives gain x this teacher's weights @ its columns (see softmax_gradient); None if not needed."""
+    """[n, D'], receives gain x V @ the teacher's columns. V is this teacher's part of the V in softmax_gradient.
+
+    None if not needed.
+    """
 
 
 class _Weights:
