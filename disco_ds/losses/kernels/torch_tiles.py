@@ -164,8 +164,8 @@ def sigmoid_weights(
     """Compute sums and weights of the sigmoid loss, with z_ij = scale <r_i, c_j> + bias.
 
     Returns:
-        The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded for use in a
-        matrix multiplication), the largest z of each row, and the largest z of each column.
+        The sum of softplus(z); the sum of sigmoid(z); the weights; the largest z of each row; and the largest z of each
+        column. The weights are Tiling.gain times sigmoid(z), rounded for use in a matrix multiplication.
     """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)

@@ -62,7 +62,7 @@ PERSISTENT = [
 # Before Triton 3.8, tl.dot needs at least 16 numbers of each row, which are 64 bytes in fp32.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
-"""A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
+"""A configuration for Triton's interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
 """Maximum number of block elements per warp for kernels with these flags.

@@ -181,8 +181,8 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
         lengths: [m], the number of tokens of each text.
 
     Returns:
-        The tokens, [T]; their positions within their texts, [T]; the row of the last token of each text, [m]; and the
-        positions of the texts in the packed tensor.
+        The packed tokens, [T]; the position of each token within its text, [T]; the row of the last token of each text,
+        [m]; and a description of where the texts are in the packed tensor.
     """
     m = len(lengths)
     unit = max(m // 4, 1)
