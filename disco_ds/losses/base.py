@@ -15,6 +15,8 @@ A loss class derives from Loss. It
 Parameters of the loss itself are not trained. docs/extending.md has an example.
 """
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 import inspect
@@ -182,7 +184,8 @@ class Loss(nn.Module):
 
         Raises:
             TypeError: If the arguments are not exactly one Embeddings.
-            ValueError: If the loss needs a teacher and the embeddings have none, or the other way round.
+            ValueError: If the loss needs a teacher and the embeddings have none, or if the
+                embeddings have a teacher that the loss does not use.
             LossContractError: If the output breaks the contract.
         """
         if others or not isinstance(embeddings, Embeddings):
@@ -203,7 +206,7 @@ class Loss(nn.Module):
         return out
 
     def _describe_teacher(self) -> str:
-        """Return the message for a loss that got a teacher it does not use, or no teacher although it needs one."""
+        """Return the error message for a teacher that this loss does not use, or for one that it needs and lacks."""
         name = type(self).__name__
         if self.teacher_weight is not None:
             return (
@@ -375,7 +378,7 @@ def _find_class(name: str) -> type[Loss]:
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the options of a loss by name, and whether its constructor also accepts unknown names.
 
-    The options are the parameters of the constructor. If it takes `**options`, the parameters of the base
+    The options are the parameters of the constructor. If the constructor takes `**options`, the parameters of the base
     class's constructor are included.
     """
     found: dict[str, inspect.Parameter] = {}
@@ -410,7 +413,7 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
 
     Args:
         largest: [1, b]: for each row, the highest similarity to a negative. [2, b]: in addition, largest[1] is the
-            highest similarity to a positive other than the row's own pair. None: accuracies are not computed.
+            highest similarity to a positive other than the row's pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row's positive pair.
 
     Returns:

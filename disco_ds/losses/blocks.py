@@ -44,17 +44,17 @@ class TiledLoss(Loss):
     Args:
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
-        tile: Number of rows and columns of a tile; see kernels.Tiling.
-        precision: Precision of the operands of matrix multiplications; see kernels.Tiling.
-        impl: "torch", "triton" or "auto"; see kernels.Tiling.
-        group: Process group, None for all ranks.
+        tile: Largest number of rows and columns of a tile. None: the default of kernels.Tiling.
+        precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
+        impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
+        group: The process group; None: all ranks.
 
     Raises:
-        ValueError: If `tile` is not two positive integers, or if `precision` or `impl` is unknown.
+        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
-    """How the other pairs of an anchor's group are treated; see GroupedLoss."""
+    """How the loss treats the other pairs of an anchor's group. GroupedLoss describes the values."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class GroupedLoss(TiledLoss):
             groups are in Embeddings.group_id. See docs/losses.md section 8.
         teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
             pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
-        options: See TiledLoss.
+        options: Keyword arguments of TiledLoss.
 
     Raises:
         ValueError: If teacher_weight is not from 0 to 1, or is combined with groups.
@@ -144,7 +144,7 @@ class Gathered:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
-        groups: The groups of this rank's rows and of all columns, or None.
+        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
 
     own: Tensor
@@ -176,7 +176,7 @@ class Gathered:
         Args:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
-            shift: [1], subtracted from all exponents, or None; see kernels.Block.
+            shift: [1], subtracted from all exponents. None: a separate maximum is subtracted for each row and column.
             maxima: Also find the largest exponents.
 
         Returns:
@@ -219,7 +219,7 @@ class Gathered:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
             shifts: [2, b], row_shift and column_shift of softmax_gradient.
-            shift: [1], subtracted from all exponents, or None; see kernels.Block.
+            shift: The shift with which `sums` computed the sums, or None.
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
@@ -251,9 +251,10 @@ class Gathered:
         return d_rows, d_columns
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather a vector with one number for each of this rank's columns, [b], from all ranks.
+        """Gather from every rank a vector [b] with one number for each of the rank's columns.
 
-        A vector with stride 0 is one number, expanded to [b]. Every rank has the same number, so nothing is sent.
+        A vector with stride 0 is one number, expanded to [b]. This number is the same on every rank, so nothing is
+        sent.
         """
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
@@ -275,7 +276,7 @@ class Ring:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are sent. None: the dtype of `columns`.
-        groups: The groups of this rank's rows and of all columns, or None.
+        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class Ring:
         self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Compute the same as Gathered.sums, with the columns of one rank at a time."""
+        """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
         total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
         largest: Tensor | None = None
         positives: Tensor | None = None
@@ -324,7 +325,10 @@ class Ring:
         soft_targets: Sequence[SoftTargets] = (),
         target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the same as Gathered.gradient, with the columns of one rank at a time, but no moments."""
+        """Compute the gradients that Gathered.gradient computes, processing the columns of one rank at a time.
+
+        Moments are not supported.
+        """
         d_rows = zero_gradient(rows) if needs_rows else None
         sent = [self.own, shifts[1]]
         for each in soft_targets:
@@ -359,9 +363,9 @@ class Ring:
     def _block(
         self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows and the owner's columns.
+        """Return the block of this rank's rows and the columns of the rank `owner`.
 
-        It has positive pairs only if this rank is the owner.
+        The block has positive pairs only if `owner` is this rank.
         """
         first = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
@@ -382,7 +386,8 @@ class SoftTargets:
     scale: Tensor
     """[1] float64, the absolute value of the teacher's scale."""
     shift: Tensor | None
-    """[1] float64, subtracted from all exponents, or None; see kernels.Block."""
+    """[1] float64, subtracted from all of the teacher's logits before exp. None: a separate maximum is subtracted for
+    each row and each column."""
     x: Tensor
     """[b] float64, the teacher's logits of the positive pairs."""
     others: Tensor
@@ -390,7 +395,8 @@ class SoftTargets:
     weight: float
     """Weight of this teacher in the loss."""
     weighted_columns: Tensor | None = None
-    """[b, D'], sums of the teacher's columns, weighted by its probabilities; see kernels.Target. None: not needed."""
+    """[b, D'], sums of the teacher's columns, weighted by its probabilities, times Tiling.gain and `weight`. None: not
+    needed."""
 
     @property
     def lse(self) -> Tensor:
@@ -438,13 +444,13 @@ def to_comm_dtype(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
 
 
 def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors into chunks of rows to limit the memory of temporary copies."""
+    """Yield the same range of rows of all tensors, chunk by chunk, to limit the memory of temporary copies."""
     size = chunk_rows(sides[0].shape[-1], sides[0].device)
     return zip(*(side.split(size) for side in sides), strict=True)
 
 
 def chunk_rows(D: int, device: torch.device) -> int:
-    """Return the number of rows per chunk.
+    """Return the number of rows in each chunk of `row_chunks`, for rows of width D.
 
     On a GPU, where each call has overhead, a chunk takes 64 MiB in fp32. On a CPU, a chunk fits in the cache.
     """
@@ -503,8 +509,8 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
     """Start to check that this shift suits every sum of every rank. Collective: one all_reduce.
 
-    `sums` are logarithms. If one is more than 58 below the shift, the shift does not fit: the reciprocal of the sum,
-    times Tiling.gain, could overflow fp32.
+    `sums` are logarithms of sums of exponentials. If one of them is more than 58 below the shift, the shift does not
+    fit: the reciprocal of the shifted sum, times Tiling.gain, could overflow fp32.
 
     Returns:
         A function that waits for the result of the check and returns it. It does not wait for work that is queued on
@@ -534,7 +540,7 @@ def add_pairs(
 
     Args:
         gradient: [b, D], the gradient without the positive pairs, multiplied by the gain. None: do nothing.
-        others: [b, D], the other half of each positive pair.
+        others: [b, D]. Row i is the feature with which row i of the gradient forms a positive pair.
         weight: [b], one weight per positive pair.
         factor: 0-d or [1].
         tiling: Provides the gain and the rounding of `others`.
@@ -566,13 +572,13 @@ def multiply_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return <a, b> over all rows, 0-d float64."""
+    """Return the sum of a * b over all elements, 0-d float64."""
     parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in row_chunks(a, b)]
     return torch.stack(parts).sum()
 
 
 def zero_gradient(x: Tensor) -> Tensor:
-    """Return zeros of the shape of x, in the dtype in which gradients accumulate."""
+    """Return zeros of the shape of x, in fp32, or in float64 if x is float64."""
     return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
 
 

@@ -40,7 +40,7 @@ class FullMatrixLoss(Loss):
         self.teacher_weight = check_teacher_weight(teacher_weight)
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss from the whole matrix. Collective."""
+        """Compute the loss from the whole B x B matrix of logits. Collective."""
         dtype = full_dtype(embeddings.image)
         I_A = _gather_own_gradient(embeddings.image.to(dtype), self.group)
         T_A = _gather_own_gradient(embeddings.text.to(dtype), self.group)
@@ -56,7 +56,7 @@ class FullMatrixLoss(Loss):
 
 
 def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:
-    """Gather the rows of all ranks. Only this rank's rows get a gradient, multiplied by N (see base.py)."""
+    """Gather the rows of all ranks. Only this rank's rows get a gradient, multiplied by N, as base.py requires."""
     N, n, b = comm.size(group), comm.rank(group), len(x)
     rows = comm.gather(x.detach(), group=group)
     own = x.detach() + N * (x - x.detach())  # exactly the value of x, with N times the gradient

@@ -1,4 +1,4 @@
-"""DisCo-CLIP, Algorithm 1: each rank computes two b x B blocks and sends feature gradients to the other ranks."""
+"""DisCo-CLIP, Algorithm 1: each rank computes two b x B blocks of logits and sends feature gradients to other ranks."""
 
 # b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale
 
@@ -40,7 +40,7 @@ class DisCoLoss(Loss):
         self.teacher_weight = check_teacher_weight(teacher_weight)
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss from this rank's two blocks. Collective."""
+        """Compute the loss from this rank's images with all texts, and its texts with all images. Collective."""
         dtype, s = full_dtype(embeddings.image), embeddings.scale
         I_n, T_n = embeddings.image.to(dtype), embeddings.text.to(dtype)
         b, n = len(I_n), comm.rank(self.group)

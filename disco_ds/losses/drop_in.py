@@ -4,6 +4,8 @@ They are for training loops outside this package. DistributedDataParallel, DeepS
 ranks; with these losses, that average is the gradient of the global batch. docs/custom_loop.md shows how to use them.
 """
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ class _DropIn(nn.Module):
     """
 
     global_mean = False
-    """Return the global mean loss instead of this rank's share; the gradient is the same either way."""
+    """Whether forward returns the global mean loss instead of this rank's share. The gradient does not differ."""
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()
@@ -109,7 +111,7 @@ class _DropIn(nn.Module):
 
 
 class ClipLoss(_DropIn):
-    """open_clip's ClipLoss: InfoNCE over the global batch. For the options, see _DropIn.
+    """open_clip's ClipLoss: InfoNCE over the global batch. _DropIn describes the further options.
 
     In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, which also decides
     whether its gradient is exact. Here the gradient is always the exact gradient of the global batch. As in
@@ -141,7 +143,7 @@ class ClipLoss(_DropIn):
 
 
 class SigLipLoss(_DropIn):
-    """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options, see _DropIn.
+    """open_clip's SigLipLoss: the sigmoid loss over the global batch. _DropIn describes the further options.
 
     cache_labels and dist_impl are accepted for compatibility and ignored. Texts are always sent around a ring.
     """

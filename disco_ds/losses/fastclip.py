@@ -52,20 +52,20 @@ class FastCLIPLoss(TiledLoss):
         eps: Added to u in the logarithm.
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
-        options: See TiledLoss.
+        options: Keyword arguments of TiledLoss.
 
     Raises:
         ValueError: For values out of range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
-    """Whether the loss has the factor tau_i."""
+    """Whether the term of each anchor i in the loss is multiplied by its temperature tau_i."""
     default_gamma: ClassVar[GammaSchedule] = "cosine"
     default_tau: ClassVar[float] = 0.07
     learns_scale = False
     rho: float = 0.0
     tau_step: TauStep | None = None
-    """How the temperature of each sample is learned; None: one temperature for all samples."""
+    """Settings for learning the temperatures of each sample. None: all samples share one temperature."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class FastCLIPLoss(TiledLoss):
         return LossOutput(loss, metrics)
 
     def commit(self) -> None:
-        """Apply the staged state."""
+        """Apply the per-sample state that the last forward staged."""
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -184,7 +184,10 @@ class FastCLIPLoss(TiledLoss):
 
 
 class _FastCLIP(torch.autograd.Function):
-    """The loss as a function of rows, columns and tau. tau is float64: [1], or [2, b] with a temperature per anchor."""
+    """The loss as a function of rows, columns and tau.
+
+    tau is float64. Its shape is [1], or [2, b] if each anchor has a temperature.
+    """
 
     @staticmethod
     def forward(
@@ -296,7 +299,7 @@ class FastCLIPv2Loss(FastCLIPLoss):
         tau_lr: Learning rate of the temperatures.
         tau_min: Lower bound of the temperatures.
         tau_max: Upper bound of the temperatures.
-        options: See FastCLIPLoss.
+        options: Keyword arguments of FastCLIPLoss.
 
     Raises:
         ValueError: For values out of range.
@@ -328,7 +331,7 @@ class FastCLIPv3Loss(FastCLIPLoss):
 
     Args:
         rho: The constant rho in the formula of FastCLIPLoss.
-        options: See FastCLIPLoss.
+        options: Keyword arguments of FastCLIPLoss.
     """
 
     learns_scale = True

@@ -151,7 +151,7 @@ def _make_soft_targets(
     make_blocks: MakeBlocks,
     loss: TiledLoss,
 ) -> SoftTargets:
-    """Compute what the soft targets of one teacher need: sums over the rows and columns of its logits. Collective."""
+    """Compute the soft targets of one teacher, from the sums over the rows and columns of its logits. Collective."""
     tiling = loss.tiling.on(rows.device)
     rows, columns = tiling.hold(rows), tiling.hold(columns)
     blocks = make_blocks(columns, tiling, loss.comm_dtype, loss.group, None)
@@ -243,11 +243,11 @@ def _gradients(
         soft_targets: One for each teacher.
         needs_entropy: Whether the entropy of the soft targets is needed.
         sums: The sums over the negatives of each row and column.
-        shift: [1], subtracted from all exponents, or None; see kernels.Block.
+        shift: The shift with which `sums` were computed, or None.
 
     Returns:
-        The three gradients, with None for each that is not needed; and the target_gradient of softmax_gradient, [b, D],
-        or None without teachers.
+        First, the gradients of rows, columns and scale, with None for each that is not needed. Second, the
+        target_gradient of softmax_gradient, [b, D]; None without teachers.
     """
     if not any(needed) and not soft_targets:
         return (None, None, None), None
@@ -319,7 +319,7 @@ def _sums(
     shift: Tensor | None,
     maxima: bool,
 ) -> Sums:
-    """Sum over all negatives of each row and each column, including those of the same side (NT-Xent)."""
+    """Sum over all negatives of each row and each column. For NT-Xent, these include the views of the same side."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

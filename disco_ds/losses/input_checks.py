@@ -56,7 +56,7 @@ def check_alike(
         bias: 0-d or [1], the logit bias. None counts as 0.
         group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
         group: The process group; None: all ranks.
-        teacher: Features of teachers, see base.Teacher.
+        teacher: The teachers' features, objects of base.Teacher.
 
     Raises:
         ValueError: On every rank, if the inputs of the ranks differ, or if features are not [b, D].

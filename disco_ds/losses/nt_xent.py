@@ -1,5 +1,7 @@
 """NT-Xent, the self-supervised loss of SimCLR: two views of each image, compared with the views of all other images."""
 
+# b local batch, B global = N b, D width, N ranks
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +23,7 @@ class NTXentLoss(TiledLoss):
     Args:
         ring: Send views around a ring (as in `inf_cl`) instead of gathering them (as in
             `disco_fused`).
-        options: See TiledLoss.
+        options: Keyword arguments of TiledLoss.
     """
 
     initial_scale = 10.0

@@ -23,16 +23,16 @@ Memory = Literal["device", "host"]
 BETA1 = 0.9
 """Adam's decay rate for the first moments of the temperatures' gradients."""
 BETA2 = 0.999
-"""Adam's decay rate for the second moments."""
+"""Adam's decay rate for the second moments of the temperatures' gradients."""
 EPS = 1e-8
-"""Adam's epsilon."""
+"""Epsilon in Adam's update of the temperatures."""
 CLAMP = 5.0
 """A temperature's gradient is clamped to at most this absolute value."""
 
 
 @dataclass(frozen=True)
 class TauStep:
-    """Adam's settings for the temperatures."""
+    """Settings with which Adam updates the temperatures of the samples."""
 
     start: float
     """Initial temperature."""
@@ -44,13 +44,15 @@ class TauStep:
 
 
 class SampleState:
-    """FastCLIP's estimates log u for each side of every sample, and temperatures for each side if `step` is given.
+    """FastCLIP's estimates log u: one for the image and one for the text of every sample.
+
+    If `step` is given, each image and each text also has a temperature.
 
     Args:
         num_samples: Number of samples in the data; ids are below this number.
         memory: Where the values are stored: "device" or "host".
         step: Adam's settings for the temperatures. None: no temperatures are stored.
-        group: Process group, None for all ranks.
+        group: The process group; None: all ranks.
     """
 
     def __init__(self, num_samples: int, memory: Memory, step: TauStep | None, group: Any):
@@ -63,9 +65,10 @@ class SampleState:
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
         never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
         self.values = {"log_u": never_seen}
-        """Values by name, [own samples, 2] float64, except `steps`, [own samples] int32.
+        """Values of the samples that this rank owns, by name: [number of owned samples, 2] float64.
 
-        log u of a sample that has not been seen is -inf.
+        Only `steps`, Adam's step counts, is [number of owned samples] int32. log_u is -inf for a sample that has not
+        been seen.
         """
         if step is not None:
             self.values["tau"] = torch.full_like(never_seen, step.start)
@@ -108,12 +111,12 @@ class SampleState:
         return dict(zip(names, own.split(2, 1), strict=True))
 
     def stage(self, name: Literal["log_u", "tau_gradient"], value: Tensor) -> None:
-        """Stage new values or gradients, [b, 2] float64, for the fetched samples. Collective."""
+        """Stage new values or gradients, [b, 2] float64, for the samples of the last `fetch`. Collective."""
         self._staged[name] = comm.gather(value.detach(), group=self.group)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Apply the staged values. A sample that occurs several times in the batch gets the mean of its values."""
+        """Apply what was staged. If a sample occurs several times in the batch, use the mean of its u or gradients."""
         assert self._ids is not None, "nothing is staged"
         mine, slots = self._own()
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
@@ -153,10 +156,10 @@ class SampleState:
         values["tau"][slots] = tau.clamp(step.low, step.high)
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Find the gathered ids that this rank owns.
+        """Find which of the sample ids in the last fetched batch this rank owns.
 
         Returns:
-            A mask of the gathered ids, [B] bool, and the indices of the owned samples in `values`.
+            A mask of the ids of the global batch, [B] bool, and the indices of the owned samples in `values`.
         """
         assert self._ids is not None
         N = comm.size(self.group)

@@ -45,7 +45,7 @@ class SigLIPLoss(GroupedLoss):
     no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
     SigLIP (arXiv 2303.15343).
 
-    Options: see GroupedLoss.
+    The options are those of GroupedLoss (blocks.py).
 
     Raises:
         ValueError: If the embeddings have no bias.
@@ -62,7 +62,7 @@ class SigLIPLoss(GroupedLoss):
         return -math.log(max(global_batch - 1, 1))
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss with columns on a ring. Collective."""
+        """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
         if embeddings.bias is None:
             raise ValueError(
                 "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
@@ -195,7 +195,7 @@ class _SigmoidTargets:
     """One teacher's soft targets: sigmoid(y) for every entry, where y is the teacher's logit.
 
     Args:
-        rows: [b, D'], the teacher's features of the side that the rows are from.
+        rows: [b, D'], the teacher's features of the side (image or text) that the student's rows are from.
         columns: [b, D'], the teacher's features of the other side.
         teacher: Provides the scale and the bias.
         weight: Weight of this teacher in the loss.
@@ -219,7 +219,10 @@ class _SigmoidTargets:
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
 
     def for_columns(self, columns: Tensor, first: int | None) -> SigmoidTarget:
-        """Return the targets for one rank's columns [b, D']. `first` is as in kernels.Block."""
+        """Return the targets for one rank's columns [b, D'].
+
+        Row i and column i + first are a positive pair. `first` is None if the columns are those of another rank.
+        """
         scales = self.scale.expand(len(self.rows))
         block = Block(self.rows, columns, scales, scales, first, None, self.tiling)
         return SigmoidTarget(block, self.bias, self.weight, self.sums, self.weighted_columns)

@@ -65,12 +65,12 @@ If a tower did not run, its features are None. If the model has no bias, the bia
 
 
 class Texts(NamedTuple):
-    """The texts of a micro-batch, as inputs of `forward`."""
+    """The m texts of a micro-batch, as inputs of `forward`."""
 
     text: Tensor
-    """[m, L] int64 tokens."""
+    """[m, L] int64, the L tokens of each text."""
     lengths: np.ndarray | None
-    """[m], how many tokens of each text the text tower needs; see models/fast. None: the tower counts them."""
+    """[m], how many tokens of each text the text tower needs (models/fast/texts.py). None: the tower counts them."""
 
 
 def build_model(
@@ -280,8 +280,9 @@ def forward(
         image: [b, 3, H, W], uint8, or floating point in [0, 1].
         text: [b, L] int64 tokens. For a model with two views per image: the second views, with the shape and dtype of
             `image`.
-        lengths: [b], how many tokens of each text the text tower needs, as counted by the function from find_counter.
-            None: they are counted here, and the host waits for the GPU. Ignored by towers that need all tokens.
+        lengths: [b], how many tokens of each text the text tower needs, as counted by the function that find_counter
+            (models/fast/texts.py) returns. None: they are counted here, and the host waits for the GPU. Towers that
+            need all tokens ignore this argument.
 
     Returns:
         Features. The scale, exp(logit_scale), is always included, because at ZeRO 3 the graph of every micro-batch must

@@ -26,8 +26,8 @@ def peak_samples_per_s(
         peak_flops: Peak FLOP/s of one device. None: look it up in gpus.py.
 
     Returns:
-        A function that takes the mean number of tokens of a text, or None for the context length, and returns samples
-        per second; None if the device is unknown or the operations cannot be counted.
+        A function that takes the mean number of tokens of a text, or None for the context length. It returns samples
+        per second. None, instead of a function, if the device is unknown or the operations cannot be counted.
     """
     accelerator = get_accelerator()
     if peak_flops is None and accelerator.device_name() == "cuda":

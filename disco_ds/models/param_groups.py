@@ -18,7 +18,7 @@ SCALES = ("logit_scale", "logit_bias")
 KINDS = ("muon", "matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
 PATH = r"(?!visual\.)(?:\w+\.)*?"
-"""Regular expression for the name prefix of parameters outside the image tower, up to the first numbered container."""
+"""Regular expression for the start of the name of a parameter outside the image tower, for use in BLOCKS."""
 HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
 """Regular expression for the weights that Muon may update: those in numbered layers, such as `blocks.0.`.
 

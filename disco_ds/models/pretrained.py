@@ -29,7 +29,7 @@ from disco_ds.names import did_you_mean
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema")
-"""Keys under which trainers save the weights of a model in a dictionary with other entries."""
+"""Keys of a checkpoint, under one of which a trainer has saved the weights of the model."""
 PREFIXES = ("module.", "model.")
 """Prefixes that wrappers such as DDP and Lightning add to all names in the weights of a model."""
 UNUSED = (
@@ -102,7 +102,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Download into the cache the weights that the settings select: those of an open_clip tag, and timm's image tower.
+    """Download the weights of the selected open_clip tag and, if selected, timm's image tower into the cache.
 
     All ranks then load them from the cache. Weights in local files need no download.
 
@@ -180,8 +180,8 @@ def _find_config(path: Path) -> Path | None:
 def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
     """Return whether the model uses QuickGELU.
 
-    The weights decide if it is known whether they were trained with it: if they are a tag of open_clip, or come with an
-    open_clip config. Otherwise, the model uses it if the model's config or the recipe sets it.
+    If the weights are a tag of open_clip or come with an open_clip config, it is known whether they were trained with
+    QuickGELU, and this decides. Otherwise, the model uses QuickGELU if the model's config or the recipe sets it.
 
     Raises:
         ValueError: If the recipe contradicts the weights.
@@ -203,7 +203,8 @@ def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
 def load_weights(model: Any, path: Path, name: str) -> None:
     """Load both towers, the logit scale and the logit bias from a file.
 
-    If the file has no logit bias, the model keeps its initial one. If the model has none, that of the file is ignored.
+    If the file has no logit bias, the model keeps its initial one. If the model has no logit bias, the one in the file
+    is ignored.
 
     Args:
         model: A model that open_clip built.
@@ -291,8 +292,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
     """Fit the text position embeddings of the weights to the model's context length.
 
-    If there are too many, the last ones are dropped. If there are too few, the model's initial ones are appended. They
-    are not interpolated, because a token's position does not depend on the number of tokens after it.
+    If the weights have too many embeddings, the last ones are dropped. If they have too few, the model's initial ones
+    are appended. Embeddings are not interpolated, because a token's position does not depend on the number of tokens
+    after it.
 
     Raises:
         ValueError: If the text towers have different widths.

@@ -24,7 +24,8 @@ from disco_ds.names import load_custom
 def freeze_statistics(tower: nn.Module) -> nn.Module:
     """Freeze the statistics of every BatchNorm2d whose weights are frozen. Return the tower.
 
-    timm's function keeps an activation that is a part of the layer; open_clip's function would remove it.
+    This uses timm's freeze_batch_norm_2d, because some layers of timm contain an activation function, which open_clip's
+    freeze_batch_norm_2d would remove.
     """
     if not any(parameter.requires_grad for parameter in tower.parameters()):
         return freeze_batch_norm_2d(tower)

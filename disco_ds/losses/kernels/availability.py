@@ -13,7 +13,7 @@ from torch import Tensor
 from disco_ds.losses.kernels.tiles import Precision, Tiling
 
 FENCED = "3.7.1"
-"""Oldest version of Triton that is used on compute capability 10 and higher, see `lacks_fence`."""
+"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def uses_triton(tiling: Tiling, x: Tensor) -> bool:
     """Return True if Triton should compute tiles from rows that have the device and dtype of x.
 
     Raises:
-        ValueError: If `impl` is "triton" and Triton cannot run.
+        ValueError: If `tiling.impl` is "triton" and Triton cannot run.
     """
     if tiling.impl == "torch" or x.dtype == torch.float64:
         return False
@@ -39,7 +39,7 @@ def uses_triton(tiling: Tiling, x: Tensor) -> bool:
 
 @cache
 def find_problem(device: torch.device, precision: Precision) -> str | None:
-    """Return why the kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
+    """Return why the Triton kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
 
     Having a GPU is not enough: Triton needs the system's C compiler to build its launcher, and the GPU may be too
     small or too new for a kernel.

@@ -4,7 +4,7 @@ The gradient of an entry depends only on that entry, not on the sum of its row. 
 computed in one pass, which computes each similarity only once. The diagonal of positive pairs is left out.
 """
 
-# n rows, m columns, D width; z_ij = scale <row i, column j> + bias
+# n rows, m columns, D width; z_ij = scale <row i, column j> + bias; y: the teacher's z
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class SigmoidSums:
     weight: Tensor
     """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over negatives: the gradient of the bias."""
     rows_max: Tensor | None
-    """[1, n] or [2, n], the largest z of each row, see similarity.Sums; None if maxima were not computed."""
+    """[1, n]: the largest z of each row among negatives. [2, n]: in addition, rows_max[1] is the largest z of each row
+    among positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
-    """[1, m] or [2, m], the largest z of each column; None if maxima were not computed."""
+    """[1, m]: the largest z of each column among negatives. [2, m]: in addition, columns_max[1] is the largest z of
+    each column among positives outside the diagonal. None if maxima were not computed."""
 
 
 @dataclass

@@ -47,7 +47,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Positives:
-    """Some rows and columns of a block, and which of their entries are positives outside the block's diagonal."""
+    """Some rows and columns of a block, and which of their entries are positives outside the block's diagonal.
+
+    Here, n and m are the numbers of these rows and columns.
+    """
 
     i: Tensor
     """[n], indices of the rows in the block."""
@@ -75,7 +78,7 @@ class Positives:
                 total.index_add_(0, at, tiling.product(a, b, out))
 
     def raise_maxima(self, largest: Sequence[Tensor]) -> None:
-        """Update the maxima over positives with these logits. `largest` is empty if maxima are not computed."""
+        """Update a block's maxima over positives with self.logits. `largest` is empty if maxima are not computed."""
         logits = self.logits.masked_fill(~self.found, -math.inf)
         for total, at, dim in zip(largest, (self.i, self.j), (1, 0), strict=False):
             total[1, at] = torch.maximum(total[1, at], logits.amax(dim).double())
@@ -131,8 +134,8 @@ class Block:
 
         Args:
             tiles: The module that computes the tiles.
-            width: D of the block that decides the size of the tiles: a teacher's block is cut like the student's. None:
-                D of this block.
+            width: Width of the rows for which the tile size is chosen. For a teacher's block, pass the width of the
+                student's rows, so that both blocks have the same tiles. None: the width of this block's rows.
         """
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         n, D = self.rows.shape
@@ -140,7 +143,7 @@ class Block:
         return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
-        """Yield the row and column range of every tile."""
+        """Yield the row and column range of every tile of the block. `written`: each tile is written to memory."""
         n, D = self.rows.shape
         return self.tiling.cut(n, len(self.columns), D, self.rows.device, written)
 
@@ -156,7 +159,7 @@ class Block:
 
     @property
     def has_positives(self) -> bool:
-        """Return whether pairs of the same group are positives."""
+        """Return whether pairs of the same group are positives of each other."""
         return self.groups is not None and self.groups.share is not None
 
     def positives(self) -> Iterator[Positives]:
@@ -204,10 +207,12 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """Largest x of each row: rows_max[0] [n] among negatives and, if pairs have groups, rows_max[1] [n] among positives
-    outside the diagonal. None if maxima were not computed."""
+    """Largest x of each row: rows_max[0] [n] among negatives. If the pairs of a group are positives of each
+    other, rows_max[1] [n] is the largest x among positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
-    """The same for the y of each column, [1, m] or [2, m]."""
+    """Largest y of each column: columns_max[0] [m] among negatives. If the pairs of a group are positives of each
+    other, columns_max[1] [m] is the largest y among positives outside the diagonal. None if maxima were not
+    computed."""
     positives: Tensor | None = None
     """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 
@@ -278,11 +283,14 @@ class Target:
     row_shift: Tensor
     """[n] float64, the logarithm of the sum of exp(logit) over each row, including the positive pair."""
     column_shift: Tensor
-    """[m] float64, the same for each column."""
+    """[m] float64, the logarithm of the sum of exp(logit) over each column, including the positive pair."""
     weight: float
     """Weight of this teacher, above 0."""
     weighted_columns: Tensor | None = None
-    """[n, D'], receives gain x this teacher's weights @ its columns (see softmax_gradient); None if not needed."""
+    """[n, D'], receives gain x V @ the teacher's columns. V is this teacher's part of the V in softmax_gradient.
+
+    None if not needed.
+    """
 
 
 class _Weights:
@@ -294,7 +302,7 @@ class _Weights:
         block: The similarities.
         row_shift: [n] float64.
         column_shift: [m] float64.
-        width: D of the student's block, which decides the size of the tiles also for a teacher's block.
+        width: Width of the student's rows. A teacher's block has the same tiles as the student's block.
         weight: Factor by which all weights are multiplied.
     """
 

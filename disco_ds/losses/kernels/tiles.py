@@ -19,7 +19,7 @@ Impl = Literal["auto", "torch", "triton"]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
-"""Maximum size of a tile that is written to a GPU's memory. Its elements are stored in `precision`."""
+"""A tile that is written to a GPU's memory has at most as many elements as fit into this size at `precision`."""
 PRODUCT_BLOCK = 128 * 256
 """Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
 PLANNED_MULTIPROCESSORS = 132
@@ -31,9 +31,10 @@ class Tiling:
     """How similarities are computed. These settings affect results only through rounding.
 
     Args:
-        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None means that a tile that is
-            written to memory takes at most 144 MiB in `precision` (see `written_shape`), and that a tile that is not
-            written has at most 16384 rows and 2^28 elements, which is enough work to hide kernel launches.
+        tile: Largest number of rows and columns of a tile. None selects a default. On a CPU, it is 2048 x 2048. On a
+            GPU, a tile that is written to memory has at most as many elements as fit into 144 MiB at `precision`. A
+            tile that a fused kernel never writes has at most 16384 rows and 2^28 elements, which is enough work to
+            hide kernel launches.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -41,7 +42,7 @@ class Tiling:
             and torch otherwise.
 
     Raises:
-        ValueError: If `tile` is not two positive integers, or if `precision` or `impl` is unknown.
+        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     tile: Sequence[int] | None = None
@@ -109,9 +110,9 @@ class Tiling:
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
     def hold(self, x: Tensor) -> Tensor:
-        """Round rows to `precision`, so that they can be stored and sent.
+        """Round rows to `precision`. Float64 rows are not rounded.
 
-        The result is contiguous and detached. It never has a wider dtype than x.
+        The result is contiguous and detached, and never has a wider dtype than x.
         """
         x = x.detach()
         if x.dtype == torch.float64:
@@ -193,7 +194,7 @@ class Tile:
 
 
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
-    """Return the number of rows and columns of a tile of weights.
+    """Return the default number of rows and columns of a tile that is written to a GPU's memory.
 
     The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows of the product
     that all multiprocessors compute at once. The sides of a tile are multiples of a wave, so that no multiprocessor is

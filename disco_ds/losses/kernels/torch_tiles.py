@@ -6,6 +6,8 @@ scale, shift and bias have the shape [1]. All are in full precision, except `shi
 not requested, the functions return None in their place.
 """
 
+# n rows, m columns, D width of a tile
+
 from __future__ import annotations
 
 import math
@@ -159,11 +161,11 @@ def log_weights(
 def sigmoid_weights(
     tile: Tile, scale: Tensor, bias: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute sums and weights of the sigmoid loss, with z = x + bias.
+    """Compute sums and weights of the sigmoid loss, with z_ij = scale <r_i, c_j> + bias.
 
     Returns:
-        The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded for use in a
-        matrix multiplication), the largest z of each row, and the largest z of each column.
+        The sum of softplus(z); the sum of sigmoid(z); the weights; the largest z of each row; and the largest z of each
+        column. The weights are Tiling.gain times sigmoid(z), rounded for use in a matrix multiplication.
     """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)

@@ -62,12 +62,12 @@ PERSISTENT = [
 # Before Triton 3.8, tl.dot needs at least 16 numbers of each row, which are 64 bytes in fp32.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
-"""A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
+"""A configuration for Triton's interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
 """Maximum number of block elements per warp for kernels with these flags.
 
-They need more registers per element, and larger blocks would spill registers to memory."""
+These kernels need more registers per element. With larger blocks, registers would spill to memory."""
 
 _forced: triton.Config | None = None
 
@@ -106,7 +106,7 @@ def worth_timing(
 
 
 def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """Return all configurations that suit these arguments; see worth_timing."""
+    """Return all configurations with which a kernel can run on these arguments without spilling registers."""
     persistent = args["tuned"] % 2
     plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
     fitting = PLAIN_CORES if plain else TENSOR_CORES
@@ -123,7 +123,10 @@ def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time a configuration; return infinity if it fails with this version of Triton or on this GPU."""
+    """Return quantiles of the milliseconds that `call` takes, which launches a kernel with one configuration.
+
+    They are infinity if the configuration fails with this version of Triton or on this GPU.
+    """
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
     except torch.OutOfMemoryError:
@@ -154,7 +157,7 @@ _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 @triton.jit
 def _blocks(n, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr):
-    """Return the range of the blocks that this program computes, as start, stop and step."""
+    """Return the range of the indices of the blocks that this program computes, as start, stop and step."""
     first = tl.program_id(0)
     if PERSISTENT:
         return first, tl.cdiv(n, BLOCK_M) * tl.cdiv(m, BLOCK_N), tl.num_programs(0)
@@ -176,7 +179,10 @@ def _factors(
     r, c, n, m, D: tl.constexpr, r_row, c_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Return r and c in the form in which `_cosines` reads them: as descriptors or as pointers (see `_memory`)."""
+    """Return r and c in the form in which `_cosines` reads them.
+
+    For a persistent program, these are tensor descriptors; for any other program, pointers.
+    """
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     r = _memory(r, n, D, r_row, BLOCK_M, BLOCK_D, PERSISTENT)
     c = _memory(c, m, D, c_row, BLOCK_N, BLOCK_D, PERSISTENT)
@@ -188,7 +194,7 @@ def _product(
     x, r, c, n, m, D: tl.constexpr, r_row, r_width, c_row, c_width, rows, columns,
     PRECISION: tl.constexpr, WIDTH_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Return x + <r_i, c_j> for rows of any strides."""
+    """Return x + <r_i, c_j> for a block. The rows and columns may have any strides."""
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     width = tl.arange(0, BLOCK_D)
     # Beyond the tile's edge, the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
@@ -292,7 +298,10 @@ def _cosines(
 
 @triton.jit
 def _store_part(x, parts, numbers, block, num):
-    """Store one number per row (or column) of a block; parts is [blocks, num]."""
+    """Store one number for each row of a block in parts [blocks, num], or one for each column.
+
+    num is the number of rows of the tile, or of its columns. `numbers` are the indices of the block's rows, or columns.
+    """
     tl.store(parts + tl.cast(block, tl.int64) * num + numbers, x, mask=numbers < num)
 
 

@@ -177,7 +177,10 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key that is equal for tiles that share a configuration; 0: use the first one without timing."""
+    """Return a key that is equal for tiles that share a configuration.
+
+    The key is 0 if nothing is to be timed and the first configuration is used.
+    """
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()

@@ -1,7 +1,7 @@
 """Faster replacements for parts of open_clip's towers.
 
-`replace_parts` puts them into a model that open_clip has built. The names and values of parameters stay the same, and
-the model computes the same function up to rounding.
+`replace_parts` (replace.py) puts them into a model that open_clip has built. The names and values of parameters stay
+the same, and the model computes the same function up to rounding.
 
 attention.py     self-attention
 tile_kernels.py  its Triton kernels

@@ -31,13 +31,14 @@ class Packing(NamedTuple):
     groups: Tensor
     """[2 n] int64 on the CPU, n pairs: a length, and the number of consecutive texts of this length."""
     tiles: Tensor
-    """[n + 1] int32: the first row of each tile of the Triton kernels and, at the end, T. Tiles contain whole texts."""
+    """[number of tiles + 1] int32: the first row of each tile of the Triton kernels. The last number is the number of
+    rows of all texts. Tiles contain whole texts."""
     segments: Tensor
-    """[T] int32: for each row, the number of its text."""
+    """[T] int32: for each of the T rows, the index of its text."""
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with the parameters of nn.MultiheadAttention; see replace.py."""
+    """Multi-head self-attention with the parameters of nn.MultiheadAttention. replace.py puts it into towers."""
 
     num_heads: int
     in_proj_weight: Tensor
@@ -175,7 +176,7 @@ def _backward(
 
 
 def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """For each group of texts of equal length, yield its rows, the number of its texts, and their length."""
+    """Yield (range of rows, (number of texts, their length)) for each group of texts of equal length."""
     start = 0
     for length, count in groups.view(-1, 2).tolist():
         yield slice(start, start + length * count), (count, length)
@@ -183,7 +184,10 @@ def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
 
 
 def _fit(length: int) -> int:
-    """Return the number of rows of a tile: a power of two that fits this length; MAX_ROWS for packed texts."""
+    """Return the largest number of rows of a tile: `length`, rounded up to a power of two, at least 16.
+
+    Packed texts have length 0, and their tiles have at most MAX_ROWS rows.
+    """
     return max(16, 1 << ((length or MAX_ROWS) - 1).bit_length())
 
 

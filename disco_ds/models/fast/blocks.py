@@ -4,6 +4,8 @@ They replace open_clip's modules in a model that has been built (replace.py). Th
 parameters and all other modules are therefore open_clip's.
 """
 
+# B images of S tokens, or T packed tokens; C is the width of the tower
+
 from __future__ import annotations
 
 import torch
@@ -14,7 +16,7 @@ from disco_ds.models.fast.attention import Packing
 
 
 class Block(nn.Module):
-    """A residual block with the same children as open_clip's, except that its attention is an `Attention`."""
+    """A residual block with the same children as open_clip's, except that its attention is attention.Attention."""
 
     ln_1: nn.Module
     attn: nn.Module
@@ -52,7 +54,10 @@ class Patches(nn.Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, c, H, W] to [B, C, H / p, W / q]. Pixels after the last whole patch are not used."""
+        """Map images [B, c, H, W] to [B, C, H // p, W // q], where patches have p x q pixels.
+
+        Pixels after the last whole patch are not used.
+        """
         p, q = self.kernel_size
         B, c, height, width = x.shape
         h, w = height // p, width // q

@@ -1,8 +1,8 @@
 """Compile the towers of a model, block by block if their blocks are known.
 
 A residual block is compiled once, and all blocks of a tower share the code, so compiling takes seconds. Activation
-checkpointing wraps the compiled blocks. As for eager blocks, it therefore restores the states of the random number
-generators before it repeats the forward of a block.
+checkpointing wraps the compiled blocks. Before it repeats the forward of a block, it therefore restores the states of
+the random number generators, as it does for eager blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import nn
 from disco_ds.models.fast.blocks import Block
 
 OPTIONS = {"fallback_random": True}
-"""Draw random numbers from torch's generators, whose states GradAccum and activation checkpointing restore.
+"""Options for torch.compile: draw random numbers from torch's generators.
+
+Activation checkpointing and GradAccum (training/grad_accum.py) restore the states of these generators.
 
 Without this option, dropout in compiled kernels may also be wrong on CUDA since torch 2.13 (pytorch issue 198333).
 """
@@ -57,7 +59,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def _find_blocks(tower: Any) -> Iterator[nn.Module]:
-    """Yield the residual blocks of a tower: ours, or those of a transformer from timm."""
+    """Yield the residual blocks of a tower: those of this package (blocks.py), or those of a transformer from timm."""
     trunk: Any = getattr(tower, "trunk", None)
     if isinstance(getattr(trunk, "blocks", None), nn.Sequential | nn.ModuleList):
         yield from trunk.blocks

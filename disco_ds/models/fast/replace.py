@@ -25,7 +25,7 @@ def replace_parts(model: Any) -> None:
     """Replace the blocks, the patch embedding and the text tower of a model with faster versions, where these exist.
 
     The function that the model computes, its parameters and their names stay the same. Modules without a faster version
-    are not changed, such as attention with scaled cosines, head scales or dropout.
+    are not changed. An example is attention with scaled cosines, head scales or dropout.
 
     Args:
         model: A model that open_clip has built, or a custom model.

@@ -38,7 +38,10 @@ class PackedText(TextTransformer):
     """open_clip's causal text tower, run on packed tokens."""
 
     def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
-        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
+        """Return the features of m texts of L tokens, [m, L].
+
+        `lengths`, [m], is the result of the function that `find_counter` returns. None: count the needed tokens here.
+        """
         return (
             encode_packed(self, text, lengths) if runs_packed(self, text) else super().forward(text)
         )
@@ -48,7 +51,10 @@ class CutText(HFTextEncoder):
     """open_clip's wrapper of a Hugging Face text tower, run on texts that are cut to the length of the longest one."""
 
     def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
-        """Return the features of texts [m, L]. `lengths` [m] are as counted by the function from `find_counter`."""
+        """Return the features of m texts of L tokens, [m, L].
+
+        `lengths`, [m], is the result of the function that `find_counter` returns. None: count the needed tokens here.
+        """
         if lengths is None:
             lengths = _count_to_last(x != self.config.pad_token_id)
         # Round up to a multiple of 8, so that torch.compile and the allocator see only a few lengths.
@@ -76,7 +82,10 @@ def find_counter(
 
 
 def packs(tower: Any) -> bool:
-    """Return whether `encode_packed` can run this text tower, or open_clip's CLIP, which contains the tower's parts."""
+    """Return whether `encode_packed` can run `tower`.
+
+    `tower` is a text tower, or an open_clip CLIP model, which contains the parts of its text tower directly.
+    """
     if not can_pack(tower):
         return False
     return all(isinstance(block, Block) for block in tower.transformer.resblocks)
@@ -103,7 +112,7 @@ def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: boo
 
 
 def can_pack(tower: Any) -> bool:
-    """Return True if the tokens after the one whose feature is used have no effect in this open_clip tower."""
+    """Return whether an open_clip tower uses the feature of the end token, on which later tokens have no effect."""
     pooled = _read_pooling(tower)[0] in ("argmax", "eos")
     return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
 
@@ -164,15 +173,16 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
 def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Pack the first tokens of each text, sorted by length, into one tensor. The host does not wait for the device.
 
-    Unused texts of one token at the start round T up to a multiple of m / 4, so that the allocator sees few sizes.
+    The packed tensor begins with unused texts of one token each. They round its length T up to a multiple of m / 4, so
+    that the allocator sees few sizes.
 
     Args:
         text: [m, L] tokens.
         lengths: [m], the number of tokens of each text.
 
     Returns:
-        The tokens, [T]; their positions within their texts, [T]; the row of the last token of each text, [m]; and the
-        positions of the texts in the packed tensor.
+        The packed tokens, [T]; the position of each token within its text, [T]; the row of the last token of each text,
+        [m]; and a description of where the texts are in the packed tensor.
     """
     m = len(lengths)
     unit = max(m // 4, 1)
@@ -201,7 +211,10 @@ def pack(text: Tensor, lengths: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Pac
 
 
 def _tile(end: np.ndarray) -> np.ndarray:
-    """Divide texts into tiles of at most MAX_ROWS rows. A longer text is one tile. `end` is the row after each text."""
+    """Return the first row of each tile and, at the end, the number of rows of all texts.
+
+    A tile contains whole texts, at most MAX_ROWS rows. A longer text is one tile. `end` has the row after each text.
+    """
     starts = [0]
     number = 0
     while number < len(end):

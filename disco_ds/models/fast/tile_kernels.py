@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_rows(tiles, segments, length, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Return this tile's rows, the row after its last one, and the sequence of each row."""
+    """Return the indices of this program's rows, the index after the tile's last row, and the sequence of each row."""
     tile = tl.program_id(0)
     if PACKED:
         first = tl.load(tiles + tile)
@@ -80,7 +80,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write softmax(scale q k^T) v. WIDTH is D rounded up to a power of two, at least 16."""
+    """Write softmax(scale q k^T) v of one tile and head. WIDTH is D rounded up to a power of two, at least 16."""
     head = tl.program_id(1)
     rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
     columns = tl.arange(0, WIDTH)
@@ -109,7 +109,7 @@ def backward_kernel(
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write the gradients of q, k and v from the gradient of the output."""
+    """Write the gradients of one tile's q, k and v, computed from `grad`, the gradient of the output."""
     head = tl.program_id(1)
     rows, end, segment = _find_rows(tiles, segments, length, ROWS, PACKED)
     columns = tl.arange(0, WIDTH)
@@ -138,9 +138,9 @@ def attend(
 
     Args:
         qkv: [T, 3, H, D], contiguous.
-        tiles: [tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are one
-            sequence and one tile.
-        segments: [T] int32: for each row, the number of its sequence.
+        tiles: [number of tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are
+            one sequence and one tile.
+        segments: [T] int32: for each row, the index of its sequence. Used only with `tiles`.
         length: Rows of a sequence. Not used with `tiles`.
         causal: Whether a row attends only to itself and to earlier rows.
         rows: Maximum number of rows of a tile: a power of two, at least 16.
