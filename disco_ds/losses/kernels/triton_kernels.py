@@ -122,7 +122,7 @@ def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
     return fitting
 
 
-def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+def _milliseconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
     """Return quantiles of the milliseconds that `call` takes, which launches a kernel with one configuration.
 
     They are infinity if the configuration fails with this version of Triton or on this GPU.
@@ -145,7 +145,7 @@ def _tuned(*flags: str) -> Callable[[Any], Any]:
         CONFIGS,
         key=["tuned", "PRECISION", *flags],
         prune_configs_by={"early_config_prune": worth_timing},
-        do_bench=_seconds,
+        do_bench=_milliseconds,
         cache_results=not INTERPRETED,
     )
 
