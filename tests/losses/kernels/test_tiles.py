@@ -324,7 +324,7 @@ def test_a_configuration_that_does_not_compile_is_passed_over_by_the_tuner():
     def fails() -> None:
         raise RuntimeError("PassManager::run failed")
 
-    assert triton_kernels._seconds(fails, (0.5, 0.2, 0.8)) == [math.inf] * 3
+    assert triton_kernels._milliseconds(fails, (0.5, 0.2, 0.8)) == [math.inf] * 3
 
 
 def test_configurations_are_chosen_without_timing_where_the_same_bits_are_wanted(monkeypatch):
