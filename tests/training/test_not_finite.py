@@ -277,35 +277,42 @@ def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails:
         refuse_overflows(scales, step, replace(schedule, first_step=90))
 
 
-@needs_fp16
-def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 60}
-    path = recipe(tmp_path, deepspeed={"base": "zero1", **NO_AUTOCAST, "fp16": fp16})
-    with comm.session(600), ExitStack() as stack:
+def overflow_in_every_step(path: Path) -> None:
+    with ExitStack() as stack:
         run = start(load_config(path, ["name=overflow"]), nothing, stack)
         with pytest.raises(FloatingPointError, match="overflowed in fp16"):
             train(run)
 
 
-@pytest.mark.parametrize(("first", "saved"), [(1, None), (3, 3)])
-def test_run_that_fp16_stops_saves_its_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, saved: int | None
-) -> None:
-    """All updates from step `first` on are skipped. At a loss scale of 1, the second one in a row stops the run."""
+@needs_fp16
+def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 60}
+    deepspeed = {"base": "zero1", **NO_AUTOCAST, "fp16": fp16}
+    run_ranks(overflow_in_every_step, 1, recipe(tmp_path, deepspeed=deepspeed))
+
+
+def overflow_from(path: Path, first: int, saved: list[int]) -> None:
+    """Skip all updates from step `first` on. At a loss scale of 1, the second one in a row stops the run."""
 
     def skipped(run: Run, step: int, *others: Any) -> StepOutput:
         output = run_step(run, step, *others)
         return output if step + 1 < first else replace(output, grad_norm=None)
 
-    monkeypatch.setattr("disco_ds.training.loop.run_step", skipped)
-    path = recipe(tmp_path, checkpoint={"every_steps": 0})
-    with comm.session(600), ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("disco_ds.training.loop.run_step", skipped)
         run = start(load_config(path, ["log.tensorboard=false"]), nothing, stack)
         monkeypatch.setattr(type(run.engine.optimizer), "loss_scale", 1.0)
         with pytest.raises(FloatingPointError, match="overflowed in fp16") as caught:
             train(run)
-    assert [step_of(path) for path in list_complete(run.folder)] == ([saved] if saved else [])
+    assert [step_of(path) for path in list_complete(run.folder)] == saved
     assert ("a checkpoint was saved after step 3" in str(caught.value)) == bool(saved)
+
+
+@pytest.mark.parametrize(("first", "saved"), [(1, []), (3, [3])])
+def test_run_that_fp16_stops_saves_its_updates(
+    tmp_path: Path, first: int, saved: list[int]
+) -> None:
+    run_ranks(overflow_from, 1, recipe(tmp_path, checkpoint={"every_steps": 0}), first, saved)
 
 
 def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
