@@ -65,7 +65,8 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         ema: Whether to read the moving average of the weights (optim.ema) instead of the last weights.
 
     Raises:
-        ValueError: If the path is none of these, is incomplete or damaged, or lacks the average that `ema` requests.
+        ValueError: If the path is not a run folder, checkpoint or export, if it is incomplete or damaged, or if `ema`
+            is True and there is no moving average.
     """
     path = Path(path).resolve()
     if (path / MODEL_CONFIG).is_file():

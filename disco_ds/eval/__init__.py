@@ -40,9 +40,8 @@ def evaluate_sets(
 ) -> list[Result]:
     """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
 
-    Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of
-    batch normalization differ between ranks; they are overwritten with those of rank 0, which
-    checkpoints contain too.
+    Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of batch
+    normalization differ between ranks. Those of rank 0, which checkpoints contain, overwrite those of the other ranks.
 
     Args:
         model: An engine or a module.

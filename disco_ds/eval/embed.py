@@ -67,8 +67,8 @@ class _Item:
     tokens: np.ndarray | None = None
     """The tokens of the sample's captions, a row for each caption."""
     broken: str | None = None
-    """Why the sample is broken; None if it is not. If `members` is None too, the sample was left out although it is not
-    damaged (DroppedSample)."""
+    """The reason why the sample is broken, or None. If `broken` and `members` are both None, the sample was left out
+    although it is not damaged (DroppedSample)."""
 
 
 @dataclass(frozen=True)

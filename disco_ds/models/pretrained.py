@@ -285,7 +285,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
         removed.append(prefix)
     if removed:
-        logger.warning("%s: removed from the names of its tensors: %s", path, ", ".join(removed))
+        logger.warning(
+            "%s: the names of its tensors had these prefixes, which were removed: %s",
+            path,
+            ", ".join(removed),
+        )
     return tensors
 
 

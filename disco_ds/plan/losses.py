@@ -89,8 +89,8 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
     """Count the matrix products and the received tensors of a loss.
 
     Returns:
-        The number of matrix products of size b x B x D; the number of B x D tensors of features that a rank receives;
-        and the number of B x D tensors of gradients that it receives. For an unknown loss, the result is None.
+        None for an unknown loss. Otherwise three numbers: the matrix products of size b x B x D, the B x D tensors of
+        features that a rank receives, and the B x D tensors of gradients that it receives.
     """
     match loss:
         case FullMatrixLoss():

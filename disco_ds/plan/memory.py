@@ -125,7 +125,7 @@ def known_samples(config: Config, given: int | None) -> int:
 
     Args:
         config: The recipe.
-        given: The number that was given or counted; None if there is none.
+        given: The number of samples that the user gave or that was counted. None: unknown.
 
     Raises:
         ValueError: If the loss needs the number and it is unknown.

@@ -100,8 +100,8 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
     """Find the lowest ZeRO stage at which the recipe fits. Lower stages have fewer collectives and fewer kernels.
 
     Returns:
-        The stage, and the time of the recipe's step divided by the time of a step at that stage. This ratio is None if
-        the times are unknown. If the recipe fits at no stage, the result is None instead of a tuple.
+        None if the recipe fits at no stage. Otherwise the stage, and a ratio: the time of the recipe's step divided by
+        the time of a step at that stage. The ratio is None if the times are unknown.
     """
     for level in range(4):
         config = with_stage(made.config, level)

@@ -175,7 +175,10 @@ def test_wrappers_of_trainers_are_removed_and_logged(
     model = build(tiny, pretrained=path)
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
-    assert f"saved.pt: removed from the names of its tensors: {logged}" in caplog.text
+    assert (
+        f"saved.pt: the names of its tensors had these prefixes, which were removed: {logged}"
+        in caplog.text
+    )
     tower = build(tiny, pretrained_image=path)
     assert torch.equal(tower.visual.proj, source.visual.proj)  # type: ignore[operator, union-attr]
 

@@ -32,9 +32,9 @@ MEASURED = [
     ("H200", "ViT-L-14", 256, 1, 77, False, 400.9),
 ]
 QUICK = ("ViT-B-32", 2048, 1, 77)
-"""(model, micro-batch, number of micro-batches, tokens per caption) of the rows that share one trace.
+"""The measured steps that the fast tests check: (model, micro-batch, number of micro-batches, tokens per caption).
 
-Only these rows are not marked as slow.
+They share one trace. All other measured steps are marked as slow.
 """
 ROWS = [
     row if row[1:5] == QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in MEASURED

@@ -178,7 +178,7 @@ def test_step_equals_single_process(tmp_path):
         ([(precision, stage, 4, True, "disco") for precision, stage in pairs], {}),
         ([("fp32", stage, 8, True, loss) for loss, stage in losses], {}),
         ([("fp32", 3, 4, False, "disco")], {"model__activation_checkpointing": True}),
-        # A locked tower that draws from the generator before the trained one does.
+        # The locked image tower draws random numbers before the trained text tower draws its dropout masks.
         ([("fp32", 1, 4, False, "disco")], {"model__lock_image": True, "text_dropout": 0.3}),
         ([("fp32", 2, 4, False, "disco")], {"model__lock_text": True}),
         (

@@ -89,8 +89,8 @@ class Mixture:
         """Yield the shards that the stream reads next, forever.
 
         Yields:
-            A pair (samples, shard). The stream does not need the shard until its slot has read about `samples` more
-            samples from all sources.
+            A pair (samples, shard). The shard is needed only after the slot of this stream has read about `samples`
+            more samples, counted over all sources.
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE

@@ -1,7 +1,8 @@
 """The micro-batches of one rank, step by step, and its position in the data order.
 
-This is the trainer's interface to the data. The first pass over a step never raises, because an exception on one rank
-would leave the other ranks waiting in a collective. Errors are returned with the step instead. The loader receives the
+This is the trainer's interface to the data. GradAccum reads the micro-batches of a step twice. The first reading never
+raises, because an exception on one rank would leave the other ranks waiting in a collective. Its errors are returned
+with the step instead. The loader receives the
 rank and the number of ranks as integers, and never communicates with other ranks.
 """
 

@@ -81,7 +81,7 @@ class FetchAhead:
         return sorted(needed, key=lambda place: (needed[place], place))
 
     def _claim(self) -> Place | None:
-        """Mark the most urgent shard that can be fetched now as being fetched, and return it; None if there is none."""
+        """Choose the most urgent shard to fetch now, and mark it as being fetched. None: there is none to fetch."""
         with self._lock:
             wanted = self.find_wanted()
             self._not_before = {place: self._not_before.get(place, 0) for place in wanted}

@@ -69,7 +69,7 @@ class TarIndex:
         self.truncated: str | None = None
         """Why the tar is truncated, damaged or not a tar, for messages. None if it is intact."""
         self.end = 0
-        """Offset of the end mark in bytes, if `truncated` is None."""
+        """Offset of the end mark in bytes. It is known only if `truncated` is None."""
         self.headers = array("q")
         """Offset of each sample's first header."""
         self._starts = array("q", [0])
