@@ -22,7 +22,7 @@ MAY_BE_ALLOWED = {
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
 }
 """Settings that --allow-change may name. The other settings in checkpoint.identity must never change on resume: they
-decide which samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
+decide which samples are read, or to which model, optimizer and loss the saved state belongs."""
 
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str] = ()) -> None:

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: this rank's shards are complete.
 
     Raises:
-        ValueError: If the settings or the model are invalid, or if the folder has shards of another teacher, other
-            data or other settings. In this case, nothing is written.
+        ValueError: If the settings or the model are invalid, or if the folder given by --to has shards of another
+            teacher, other data or other settings. In this case, nothing is written.
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """

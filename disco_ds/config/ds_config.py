@@ -244,7 +244,7 @@ def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    """Return whether `value` of the refused key `key` changes nothing, so that the key can be accepted."""
+    """Return whether this value of a key in REFUSED_KEYS has no effect, so that the ds_config is accepted."""
     if isinstance(value, dict):
         value = any(value.values())
     neutral = NEUTRAL.get(key, False)

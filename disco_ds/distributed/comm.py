@@ -204,7 +204,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether an error was raised by a collective, in which case another rank may have caused it."""
+    """Return whether an error looks like one of a collective, in which case another rank may have caused it."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.distributed.DistError):

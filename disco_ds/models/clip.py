@@ -433,7 +433,8 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
             "attend to padding and mask a word; choose the tokenizer of the text tower, or set its padding to token "
             f"{masked}"
         )
-    # An open_clip CLIP contains the parts of its text tower, and has other names for these two settings.
+    # In open_clip's CLIP class, the text tower is not a module of its own: the model itself has these two settings,
+    # under other names.
     pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
     rule, pooled = "text_cfg.eos_id", getattr(text, "text_eos_id", getattr(text, "eos_id", None))
     if pooling == "argmax":

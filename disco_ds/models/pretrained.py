@@ -286,7 +286,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         removed.append(prefix)
     if removed:
         logger.warning(
-            "%s: the names of its tensors had these prefixes, which were removed: %s",
+            "%s: these enclosing entries and parts of tensor names were removed: %s",
             path,
             ", ".join(removed),
         )

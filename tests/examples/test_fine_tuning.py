@@ -73,7 +73,7 @@ def evaluate(to: Path, *words: object) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_exports(run: Path, for_open_clip: Path, for_transformers: Path) -> Any:
-    """Check that both exports compute the features of the run. Return the export's model as open_clip loads it."""
+    """Check that both exports compute the features of the run. Return the model that open_clip loads."""
     weights = read_weights(run)
     ours: Any = build_from(weights)
     model: Any = open_clip.create_model(f"local-dir:{for_open_clip}").eval()

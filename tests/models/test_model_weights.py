@@ -176,7 +176,7 @@ def test_wrappers_of_trainers_are_removed_and_logged(
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert (
-        f"saved.pt: the names of its tensors had these prefixes, which were removed: {logged}"
+        f"saved.pt: these enclosing entries and parts of tensor names were removed: {logged}"
         in caplog.text
     )
     tower = build(tiny, pretrained_image=path)

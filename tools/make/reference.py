@@ -238,9 +238,9 @@ def open_clip_page() -> str:
         if ours and note:
             lines += [f"| {', '.join(names)} | {settings} | {text(note)} |"]
         elif ours:
-            same += [f"{', '.join(names)}: {settings}"]
-    alike = f"Flags with the same meaning as a setting: {'; '.join(same)}."
-    lines = [begin, "", *wrap(alike), "", *lines]
+            same += [f"{settings.replace(', ', ' and ')} ({', '.join(names)})"]
+    alike = "Settings, with the flags that `disco-ds from-open-clip` translates into them: "
+    lines = [begin, "", *wrap(f"{alike}{', '.join(same)}."), "", *lines]
     unset = {note: shorten_flags(names) for (ours, note), names in groups.items() if not ours}
     lines += ["", "Flags without a setting here. `disco-ds from-open-clip` prints the reasons:", ""]
     for answer in ("not needed", "not available"):

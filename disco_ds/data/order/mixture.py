@@ -86,11 +86,11 @@ class Mixture:
         return divmod(stream, self._num_slots)
 
     def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield the shards that the stream reads next, forever.
+        """Yield, forever, the shards that a stream reads from a place in an epoch on (see the top of this file).
 
         Yields:
-            A pair (samples, shard). The shard is needed only after the slot of this stream has read about `samples`
-            more samples, counted over all sources.
+            A pair (samples, shard). The shard is needed only after the stream's slot has read about `samples` more
+            samples, from all sources together.
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE

@@ -2,8 +2,8 @@
 
 This is the trainer's interface to the data. GradAccum reads the micro-batches of a step twice. The first reading never
 raises, because an exception on one rank would leave the other ranks waiting in a collective. Its errors are returned
-with the step instead. The loader receives the
-rank and the number of ranks as integers, and never communicates with other ranks.
+with the step instead. The loader receives the rank and the number of ranks as integers, and never communicates with
+other ranks.
 """
 
 # Symbols in shapes: m samples in a micro-batch; L tokens per text.

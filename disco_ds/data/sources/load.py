@@ -164,7 +164,7 @@ def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed:
 
 
 def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
-    """Return the weight of every source: its setting or, if that is null, its number of samples."""
+    """Return the weight of every source: its setting or else its number of samples. The weight of one source is 1."""
     if len(sources) == 1:
         return [1.0]
     parts = zip(settings.sources or (), sources, strict=True)

@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
     name: str
     samples: int | None
-    """Number of samples; None if it is neither known nor published."""
+    """Number of samples, counted earlier or published; None if there is no valid number."""
     version: Version
 
 

@@ -1,8 +1,9 @@
 """Softmax over a block of similarities that is never in memory as a whole.
 
-This file computes the sums of exponentials and the gradients. Positive pairs are left out of every sum and every
-weight, because this is more accurate. If the probability p of a positive pair is close to 1, computing 1 - p loses
-digits; dividing the sum over the other entries by the exponential of the pair does not (docs/losses.md section 2).
+This file computes the sums of exponentials and the gradients. Positive pairs are left out of the sums, and out of the
+weights with which the gradient adds up rows, because this is more accurate. If the probability p of a positive pair is
+close to 1, computing 1 - p loses digits; computing it from the sum over the other entries does not (docs/losses.md
+section 2).
 """
 
 # n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i,

@@ -133,7 +133,7 @@ class Tiling:
         return held.to(self.factor_dtype(held))
 
     def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype of the factors in matrix products of rows like x, with the same dtype and device."""
+        """Return the dtype to which `factor` converts rows that have the dtype and the device of x."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32

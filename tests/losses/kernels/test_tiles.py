@@ -101,9 +101,10 @@ def configurations(n: int, every: int) -> list[str]:
 
 
 def persistent_programs(n: int) -> list[str]:
-    """Check persistent programs with more blocks than programs, an odd width, and rows for which they cannot be used.
+    """Check the persistent kernels: more blocks than programs, an odd width, and rows that they cannot read.
 
-    Tensor descriptors cannot address rows that are strided or unaligned. Two ranks divide the work.
+    They cannot read strided or unaligned rows, so another kernel must be chosen for these. Rank n of 2 runs every
+    second case.
     """
     from disco_ds.losses.kernels import triton_kernels
 
