@@ -57,16 +57,18 @@ pattern's group matched is reported."""
 class StoreError(Exception):
     """A request failed. The message is the reason, without secrets."""
 
-    def __init__(self, reason: str, transient: bool = True, missing: bool = False) -> None:
+    def __init__(self, reason: str, transient: bool = True) -> None:
         super().__init__(reason)
         self.transient = transient
         """True if another attempt may succeed."""
-        self.missing = missing
-        """True if the server answered that the object does not exist."""
+
+
+class MissingError(StoreError, FileNotFoundError):
+    """The server answered that the object does not exist."""
 
 
 class ChangedError(StoreError):
-    """The object has changed, or the server cannot send a part of it, so a download must start over."""
+    """A download must start over: the content has changed or has the wrong size, or the server cannot send a part."""
 
 
 def locate(url: str, timeout_s: float) -> tuple[Any, str]:
@@ -185,6 +187,7 @@ def read_version(url: str, settings: RemoteSettings) -> Version:
     """Return the version of an object.
 
     Raises:
+        MissingError: If the object does not exist.
         StoreError: If all attempts fail.
     """
 
@@ -207,6 +210,7 @@ def read_object(url: str, settings: RemoteSettings) -> bytes:
     """Return the content of a small object.
 
     Raises:
+        MissingError: If the object does not exist.
         StoreError: If all attempts fail.
     """
     return _request(url, settings, lambda store, path: bytes(obstore.get(store, path).bytes()))
@@ -284,7 +288,7 @@ def _explain() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise StoreError("HTTP status 404 Not Found", transient=False, missing=True) from None
+        raise MissingError("HTTP status 404 Not Found", transient=False) from None
     except NotSupportedError:
         raise ChangedError("the server does not support range requests") from None
     except (BaseError, OSError, ValueError) as error:

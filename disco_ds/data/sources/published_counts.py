@@ -137,12 +137,7 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
         if place not in listed:
             raise FileNotFoundError(place)
         return listed[place]
-    try:
-        return read_version(place, remote)
-    except StoreError as error:
-        if error.missing:
-            raise FileNotFoundError(place) from None
-        raise
+    return read_version(place, remote)
 
 
 def _read_table(
@@ -177,7 +172,6 @@ def _read_json(
     except FileNotFoundError:
         return {}
     except (StoreError, OSError, ValueError) as error:
-        if not (isinstance(error, StoreError) and error.missing):
-            logger.warning("%s is ignored: %s", describe(place), error)
+        logger.warning("%s is ignored: %s", describe(place), error)
         return {}
     return tree if isinstance(tree, dict) else {}
