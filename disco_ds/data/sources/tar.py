@@ -49,13 +49,13 @@ _BLOCK = 2**20
 _SPARSE = -2
 """Recorded as the size of a sparse member, whose data are not consecutive bytes of the tar."""
 _COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ\0": ("xz", "unxz"),
-    b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"PK\x03\x04": "zip",
 }
-"""Maps the first bytes of compressed files to the format and the command that decompresses it."""
+"""Maps the first bytes of compressed files to the format."""
 
 
 class TarIndex:
@@ -120,9 +120,9 @@ def _find_kind(file: BinaryIO) -> str | None:
     """Return the kind of a file that is not a tar, with a remedy; None if it is unknown."""
     file.seek(0)
     start = file.read(512)
-    for signature, (name, command) in _COMPRESSED.items():
+    for signature, name in _COMPRESSED.items():
         if start.startswith(signature):
-            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it with {command}"
+            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it"
     if not start:
         return "empty; write it again"
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
