@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.remote.stores import (
@@ -40,19 +40,10 @@ _TABLES = ("sizes.json", "_info.json", "info.json")
 logger = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """The known or published sample count and the version of a shard, found without reading the shard."""
-
-    name: str
-    samples: int | None
-    """Number of samples; None if it is neither known nor published."""
-    version: Version
-
-
 def find_counts(
     listing: Listing, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
-) -> Iterator[tuple[str, Found | Exception]]:
-    """Find the versions and the known or published sample counts of shards.
+) -> Iterator[tuple[str, Shard | Version | Exception]]:
+    """Find the versions and the known or published sample counts of shards, without reading the shards.
 
     Args:
         listing: The shards.
@@ -61,8 +52,9 @@ def find_counts(
         known: Shards that were counted before. Their counts are used if their versions have not changed.
 
     Yields:
-        The name of each shard, in any order, and what was found or, if its version cannot be read, the exception. It is
-        FileNotFoundError if the shard does not exist.
+        The name of each shard, in any order, and what was found: the shard, only its version if its count is neither
+        known nor published, or the exception if its version cannot be read. The exception is FileNotFoundError if the
+        shard does not exist.
 
     Raises:
         StoreError: If a bucket cannot be listed.
@@ -76,7 +68,7 @@ def find_counts(
             listed |= list_objects(folder + "/", remote)
     tables = {folder: _read_table(folder, listed, remote) for folder in folders if published}
 
-    def find(name: str) -> tuple[str, Found | Exception]:
+    def find(name: str) -> tuple[str, Shard | Version | Exception]:
         place = places[name]
         try:
             version = _find_version(place, listed, remote)
@@ -90,7 +82,7 @@ def find_counts(
             and version.bytes in (0, shard.bytes)
             and shard.tag in ("", version.tag)
         ):
-            return name, Found(name, shard.samples, Version(shard.bytes, version.tag))
+            return name, shard._replace(tag=version.tag)
         samples = None
         if published and _is_plain(place):
             folder, _, base = place.rpartition("/")
@@ -99,8 +91,9 @@ def find_counts(
                 stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
         # A sample has at least one member, and its header and data take at least 1,024 bytes.
-        is_valid = type(samples) is int and 0 <= samples <= version.bytes // 1024
-        return name, Found(name, samples if is_valid else None, version)
+        if type(samples) is int and 0 <= samples <= version.bytes // 1024:
+            return name, Shard(name, samples, *version)
+        return name, version
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
