@@ -117,10 +117,11 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         return store, parts.path[1:]
     # obstore would escape special characters in a path or query, so open a store for the whole URL.
     whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
-    return _create_store(parts.scheme, whole, timeout_s, authorization), ""
+    return _open_store(parts.scheme, whole, timeout_s, authorization), ""
 
 
-def _create_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
+@lru_cache(64)
+def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
     limit = timedelta(seconds=timeout_s)
     client: dict[str, Any] = {
         "connect_timeout": limit,
@@ -137,9 +138,6 @@ def _create_store(scheme: str, base: str, timeout_s: float, authorization: str |
         return kinds.get(scheme, HTTPStore)(  # type: ignore[operator]
             base, client_options=client, retry_config={"max_retries": 0}
         )
-
-
-_open_store = lru_cache(64)(_create_store)
 
 
 def read_blocks(

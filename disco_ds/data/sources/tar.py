@@ -72,12 +72,14 @@ class TarIndex:
         """Offset of the end mark in bytes. It is known only if `truncated` is None."""
         self.headers = array("q")
         """Offset of each sample's first header."""
-        self._starts = array("q", [0])
+        self._starts = array("q")
+        """Number of each sample's first member. If the tar is intact, the number of members follows."""
         self._extensions: list[str] = []
         self._offsets = array("q")
         self._sizes = array("q")
         try:
             self._scan(file)
+            self._starts.append(len(self._offsets))
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
@@ -85,7 +87,7 @@ class TarIndex:
                 self.truncated = f"it is {kind}"
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return max(len(self._starts) - 1, 0)
 
     def members(self, entry: int) -> list[tuple[str, int, int]]:
         """Return (lower-case extension, offset, size in bytes) of the sample's members."""
@@ -101,9 +103,7 @@ class TarIndex:
             # Intern the extension, so that all members with it share one string object.
             prefix, extension = parts[0], sys.intern(parts[1].lower())
             if prefix != key or extension in seen:
-                # Another sample follows, so the previous one is complete.
-                if key is not None:
-                    self._starts.append(len(self._offsets))
+                self._starts.append(len(self._offsets))
                 self.headers.append(member.offset)
                 key, seen = prefix, set()
             seen.add(extension)
@@ -112,8 +112,6 @@ class TarIndex:
             # A damaged header may contain any size. _read_member refuses sizes that are out of range.
             size = min(max(member.size, -1), MAX_BYTES + 1)
             self._sizes.append(_SPARSE if member.issparse() else size)
-        if key is not None:
-            self._starts.append(len(self._offsets))
 
 
 def _find_kind(file: BinaryIO) -> str | None:
