@@ -212,13 +212,9 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
         except StoreError as error:
             raise ValueError(f"{start} cannot be listed: {error}") from None
         known = [url.removeprefix(start) for url in found]
-    pattern = PurePosixPath(text.removeprefix(start))
-    depth = len(pattern.parts)
-    urls = [
-        start + name
-        for name in known
-        if len(PurePosixPath(name).parts) == depth and PurePosixPath(name).match(str(pattern))
-    ]
+    # An absolute pattern must match the whole path, not only its end.
+    pattern = "/" + text.removeprefix(start)
+    urls = [start + name for name in known if PurePosixPath("/" + name).match(pattern)]
     if not urls:
         raise ValueError(f"no shard matches {text}")
     return _make_listing(urls, start)

@@ -60,8 +60,7 @@ def find_counts(
         StoreError: If a bucket cannot be listed.
     """
     places = listing.urls or {name: str(listing.folder / name) for name in listing.names}
-    plain = [places[name] for name in listing.names if _is_plain(places[name])]
-    folders = {place.rpartition("/")[0] for place in plain}
+    folders = {place.rpartition("/")[0] for place in places.values() if _is_plain(place)}
     listed: dict[str, Version] = {}
     for folder in sorted(folders):
         if folder.startswith(BUCKETS):
