@@ -98,15 +98,13 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
             authorization = f"Bearer {token}"
     try:
         parts = urllib.parse.urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
+        credentials, _, host = parts.netloc.rpartition("@")
     except ValueError:
         raise StoreError("the URL is malformed", transient=False) from None
     if parts.scheme not in ("http", "https"):
         return _open_store(parts.scheme, host, timeout_s, None), parts.path.lstrip("/")
-    if parts.username:
-        user, password = (
-            urllib.parse.unquote(part or "") for part in (parts.username, parts.password)
-        )
+    if credentials:
+        user, _, password = urllib.parse.unquote(credentials).partition(":")
         # obstore ignores credentials in a URL, so send them in a header. After a redirect, obstore does not send the
         # header to another host.
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
