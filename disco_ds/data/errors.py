@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ def printable(text: str, most: int = _MAX_TEXT) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
-def read_patiently(read: Callable[[], T], patience_s: float) -> T:
-    """Call `read`. If it raises OSError, retry with growing pauses for at most `patience_s` seconds.
+def read_patiently(read: Callable[..., T], patience_s: float, *args: Any) -> T:
+    """Return read(*args). If it raises OSError, retry with growing pauses for at most `patience_s` seconds.
 
     Raises:
         OSError: The error of the last attempt.
@@ -114,7 +114,7 @@ def read_patiently(read: Callable[[], T], patience_s: float) -> T:
     end, pause_s = time.monotonic() + patience_s, 0.5
     while True:
         try:
-            return read()
+            return read(*args)
         except OSError as error:
             left_s = end - time.monotonic()
             if left_s <= 0:

@@ -102,15 +102,9 @@ def read_view(
         DataError: If the width differs from that of the other samples.
     """
     parsed: dict[str, Any] = {}
-    images, texts = (read_array(field, members, parsed) for field in (stored.image, stored.text))
-    for rows, field in ((images, stored.image), (texts, stored.text)):
-        if rows.shape[-1] != stored.width:
-            raise DataError(
-                f"teacher: {field} has a width of {rows.shape[-1]}, but the width of the other samples, or the sum of "
-                f"teacher.widths, is {stored.width}"
-            )
+    images = read_array(stored.image, members, parsed, stored.width)
+    texts = read_array(stored.text, members, parsed, stored.width).view(-1, stored.width)
     number, count = number_caption(captions, members, *drawn)
-    texts = texts.view(-1, stored.width)
     if len(texts) != count:
         raise BrokenSample(
             f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
@@ -141,12 +135,19 @@ def read_view(
     return StoredView(view, key, torch.stack([images[view], text]), entry)
 
 
-def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
+def read_array(
+    field: str, members: Members, parsed: dict[str, Any], width: int | None = None
+) -> Tensor:
     """Return the array that a field names, in fp32: [D] or, for n embeddings, [n, D].
 
-    The arguments are those of read_field.
+    Args:
+        field: As for read_field.
+        members: As for read_field.
+        parsed: As for read_field.
+        width: Expected D. None: any.
 
     Raises:
+        DataError: If the width is not the expected one.
         BrokenSample: If the field is missing, or if the array is empty, has another number of dimensions, or has a row
             that is zero or not finite.
     """
@@ -157,6 +158,11 @@ def read_array(field: str, members: Members, parsed: dict[str, Any]) -> Tensor:
     norms = rows.norm(dim=-1)
     if not (norms.isfinite() & (norms > 0)).all():
         raise BrokenSample(f"{field} has a row that is not finite or is zero")
+    if width not in (None, rows.shape[-1]):
+        raise DataError(
+            f"teacher: {field} has a width of {rows.shape[-1]}, but the width of the other samples, or the sum of "
+            f"teacher.widths, is {width}"
+        )
     return rows
 
 

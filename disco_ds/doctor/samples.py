@@ -115,9 +115,9 @@ def check_filter(config: Config, sources: Sequence[Source], num_samples: int) ->
 
 def find_kept(source: Source, settings: DataSettings) -> float:
     """Return the fraction of the first _NUM_FILTERED samples of a source that pass data.uids and data.filter."""
-    selection = Selection.load(settings.model_copy(update={"transforms": None}))
-    if selection is None:
+    if not (settings.filter or settings.uids):
         return 1.0
+    selection = Selection.load(settings.model_copy(update={"transforms": None}))
     reader = source.open(1, settings.window)
     entries = ((shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size))
     kept = []

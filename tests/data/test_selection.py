@@ -215,7 +215,6 @@ def test_rules_that_make_no_sense_are_refused(rules: Any) -> None:
 def test_uid_of_a_csv_is_bytes(folder: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "uids.npy", np.array([(0, 7)], dtype="u8,u8"))
     selection = Selection.load(settings(folder, uids=tmp_path / "uids.npy"))
-    assert selection is not None
     row = {"uid": b"%032x" % 7, "title": b"x"}
     assert selection.apply(row, lambda: "") == row
     with pytest.raises(DroppedSample):
@@ -231,11 +230,9 @@ def test_items_of_several_lists_are_drawn_independently() -> None:
 
 def test_stages_get_the_key_and_the_shard_and_must_not_split(folder: Path) -> None:
     selection = Selection.load(settings(folder, transforms=f"{NAME}:keep_all"))
-    assert selection is not None
     found = selection.apply({"txt": b"x"}, lambda: "part/0.tar/folder/key")
     assert found == {"__key__": "folder/key", "__url__": "part/0.tar", "txt": b"x"}
     selection = Selection.load(settings(folder, transforms=f"{NAME}:split"))
-    assert selection is not None
     with pytest.raises(ValueError, match="one dictionary for each sample"):
         selection.apply({"txt": b"x"}, lambda: "0.tar/key")
 

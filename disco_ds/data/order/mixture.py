@@ -35,6 +35,8 @@ _ONE = 2**64
 
 Order = DataOrder | WholeShards
 """The order in which each slot reads the samples of one source."""
+Cursor = dict[int, tuple[int, int]]
+"""Where to continue reading each stream: stream number -> (epoch, offset)."""
 
 
 class Mixture:

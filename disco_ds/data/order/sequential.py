@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import cache
 from itertools import islice
 
 from torch import Tensor
@@ -53,7 +54,8 @@ def read_all(
     """
     # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
     lock = threading.Lock()
-    told = set[str]()
+    # All lost samples of a damaged shard have the same text.
+    warn_once = cache(logger.warning)
 
     def load(shard: int, entry: int, index: int) -> tuple[Tensor, str, int] | None:
         try:
@@ -65,11 +67,7 @@ def read_all(
                 return resize_for_evaluation(picture, image), label, index
         except BrokenSample as error:
             with lock:
-                text = name_broken(reader.name, shard, entry, error)
-                # All lost samples of a damaged shard have the same text.
-                if text not in told:
-                    logger.warning("%s", text)
-                told.add(text)
+                warn_once("%s", name_broken(reader.name, shard, entry, error))
             return None
 
     with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:

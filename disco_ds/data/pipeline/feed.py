@@ -35,20 +35,13 @@ Producer = Worker | InProcess
 class Upload:
     """A micro-batch that is being copied to the device."""
 
+    number: int
+    """Number of the buffer on the host."""
     batch: MicroBatch
     event: Any
     """Device event that marks the end of the copy."""
-
-
-@dataclass
-class Delivery:
-    """A buffer on the host that all producers have filled, and its upload to the device."""
-
-    number: int
-    """Number of the buffer on the host."""
-    parts: list[Part]
-    """Each producer's report on the rows that it has written into the buffer."""
-    upload: Upload
+    parts: Sequence[Part]
+    """Each producer's report on the rows that it has written into the buffer. Empty if the buffer is copied again."""
 
 
 class Feed:
@@ -79,8 +72,8 @@ class Feed:
             batches.pin()
         self._granted: deque[int] = deque()
         """Numbers of the granted buffers, in the order in which they are filled."""
-        self._next: Delivery | Exception | None = None
-        """The delivery or error that look_ahead has received, to be returned or raised by the next call of `take`."""
+        self._next: Upload | Exception | None = None
+        """The upload or error that look_ahead has received, to be returned or raised by the next call of `take`."""
         self._copied_at: dict[int, Any] = {}
         """For each buffer, the event that marks the end of its latest copy."""
         self._released: list[int] = []
@@ -88,17 +81,19 @@ class Feed:
         for number in range(len(batches)):
             self._grant(number)
 
-    def take(self) -> Delivery:
-        """Wait for the next delivery, and return it. Its buffer on the host does not change until `release` is called.
+    def take(self) -> Upload:
+        """Wait until all producers have filled the next buffer, and return its upload to the device.
+
+        The buffer on the host does not change until `release` is called.
 
         Raises:
             Exception: Any exception that `Producer.receive` raises.
         """
         # An error that occurred in look_ahead is raised here, where the trainer expects it.
-        delivery, self._next = self._next or self._receive(), None
-        if isinstance(delivery, Exception):
-            raise delivery
-        return delivery
+        upload, self._next = self._next or self._receive(), None
+        if isinstance(upload, Exception):
+            raise upload
+        return upload
 
     def look_ahead(self) -> None:
         """Grant released buffers whose copies are done, and start to copy the next decoded micro-batch. Never waits."""
@@ -106,7 +101,7 @@ class Feed:
         if self._next is None and self._is_ready():
             self._next = self._receive()
 
-    def upload(self, number: int) -> Upload:
+    def upload(self, number: int, parts: Sequence[Part] = ()) -> Upload:
         """Start copying a buffer to the device, where it overwrites the micro-batch that was uploaded longest ago."""
         batch = self._on_device[0]
         self._on_device.rotate(-1)
@@ -117,7 +112,7 @@ class Feed:
             event = self._streams.Event()
             event.record()
         self._copied_at[number] = event
-        return Upload(batch, event)
+        return Upload(number, batch, event, parts)
 
     def arrive(self, upload: Upload) -> MicroBatch:
         """Return the uploaded micro-batch. The current stream waits for the copy; the host does not."""
@@ -139,15 +134,14 @@ class Feed:
     def _is_ready(self) -> bool:
         return all(producer.is_ready() for producer in self._producers)
 
-    def _receive(self) -> Delivery | Exception:
-        """Wait for the next delivery, and return it or the exception that was raised meanwhile."""
+    def _receive(self) -> Upload | Exception:
+        """Wait for the next buffer, and return its upload or the exception that was raised meanwhile."""
         try:
             if not self._is_ready():
                 # The producers may be waiting for a free buffer.
                 self._grant_copied(wait=True)
             number = self._granted.popleft()
-            parts = [producer.receive() for producer in self._producers]
-            return Delivery(number, parts, self.upload(number))
+            return self.upload(number, [producer.receive() for producer in self._producers])
         except Exception as error:
             return error
 

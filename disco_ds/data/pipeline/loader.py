@@ -24,8 +24,9 @@ from torch import Tensor
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.errors import DataError
+from disco_ds.data.order.mixture import Cursor
 from disco_ds.data.order.slots import Share
-from disco_ds.data.pipeline.feed import Delivery, Feed, Producer, Upload
+from disco_ds.data.pipeline.feed import Feed, Upload
 from disco_ds.data.pipeline.shared_batches import SharedBatches, count_bytes, lay_out
 from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device
 from disco_ds.data.pipeline.step_data import MicroBatch, StepData
@@ -58,9 +59,8 @@ class _Position:
     """Number of broken samples that were skipped."""
     dropped: int
     """Number of samples that were dropped or lost (see errors.DroppedSample and errors.LostSample)."""
-    cursor: dict[int, tuple[int, int]]
-    """Where to continue reading each of the rank's streams: stream number -> (epoch, offset). Streams are defined in
-    order/mixture.py."""
+    cursor: Cursor
+    """Where to continue reading each of the rank's streams."""
 
 
 class Loader:
@@ -121,8 +121,12 @@ class Loader:
             "window": settings.window,
         }
         """The values that determine the data order, except the seed. A saved state with other values is refused."""
-        if state is not None:
-            self._check(state)
+        for key, expected in self._origin.items():
+            if state is not None and state[key] != expected:
+                raise ValueError(
+                    f"the data order of the checkpoint has {key} {state[key]}, this run has {expected}; restore the "
+                    "setting or the shards, or start a new run"
+                )
         order = mix(settings, sources, num_slots, seed)
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
         slots = tuple(range(share.rank, num_slots, share.size))
@@ -130,31 +134,30 @@ class Loader:
         if state is None:
             self._position = _Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
         else:
+            cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             # Rank 0 continues from the total counts. The other ranks start at 0, so that the sums over ranks are right.
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
-            cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
         self._damaged: set[str] = set()
         """Descriptions of the damaged shards that have been found."""
         self._before = self._position
         """The position at the start of the current step."""
-        self.worker_pids: list[int] = []
         self._error: str | None = None
         self._share = share
         self._num_parts = share.num_micro_batches
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
-        self._data: StepData | None = None
-        """The record of the current step's data; None before the first step."""
-        self._num_read = 0
-        """Number of micro-batches of this step that have been read."""
+        self._data = StepData()
+        """The record of the current step's data."""
+        self._num_unread = 0
+        """Number of micro-batches of this step that the first pass has not read yet."""
         self._kept: list[MicroBatch] = []
         """If pixels is "device": this step's micro-batches."""
         self._held: list[int] = []
         """If pixels is "host": numbers of the buffers that contain the current step's micro-batches."""
         self._uploads: dict[int, Upload] = {}
         """If pixels is "host": copies that have been started for the second pass, keyed by micro-batch number."""
-        self._num_again = 0
-        """If pixels is "compressed": number of micro-batches in this step that have been decoded a second time."""
+        self._num_to_repeat = 0
+        """If pixels is "compressed": number of micro-batches of this step that must be decoded a second time."""
         self._resources = ExitStack()
 
         # By default, one core is reserved for the trainer.
@@ -183,23 +186,22 @@ class Loader:
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
-        producers: list[Producer] = []
-        for number in range(num_workers):
-            worker = Worker(
+        for samples in job.samples:
+            self._resources.callback(samples.close)
+        workers = [
+            Worker(
                 replace(job, worker=number, num_workers=num_workers),
                 settings.worker_timeout_s,
                 form.tokenize.__module__,
                 sources,
             )
+            for number in range(num_workers)
+        ]
+        for worker in workers:
             self._resources.callback(worker.close)
-            self.worker_pids.append(worker.pid)
-            producers.append(worker)
-        if not producers:
-            for samples in job.samples:
-                self._resources.callback(samples.close)
-            producers.append(InProcess(job))
+        self.worker_pids = [worker.pid for worker in workers]
         on_device = count_on_device(self._num_parts, staging.pixels)
-        self._feed = Feed(self._batches, producers, self._device, on_device)
+        self._feed = Feed(self._batches, workers or [InProcess(job)], self._device, on_device)
         self._resources.callback(self._feed.close)
 
     @property
@@ -231,6 +233,9 @@ class Loader:
         self._finish_step()
         self._before = self._position
         self._data = StepData(error=self._error, text=[] if keep_text else None)
+        self._num_unread = self._num_parts
+        # The workers decode every micro-batch twice, except the last one.
+        self._num_to_repeat = self._num_parts - 1 if self._pixels == "compressed" else 0
         return self._data
 
     def first_pass(self) -> Iterator[MicroBatch]:
@@ -241,10 +246,9 @@ class Loader:
         This raises no error. After an error, the rest of this step and all later steps consist of placeholders, and
         StepData.error is set.
         """
-        assert self._data is not None, "start_step comes first"
-        while self._num_read < self._num_parts:
-            batch = self._read(self._data)
-            self._num_read += 1
+        while self._num_unread:
+            batch = self._read()
+            self._num_unread -= 1
             if self._pixels == "device":
                 self._kept.append(batch)
             yield batch
@@ -258,14 +262,13 @@ class Loader:
             DataError: If a micro-batch cannot be decoded again. A placeholder would make the gradients wrong, because
                 the loss of this step was computed from the real samples.
         """
-        assert self._data is not None, "start_step comes first"
         for k in range(self._num_parts - 1):
             if self._pixels == "device":
                 yield self._kept[k]
             elif self._pixels == "host":
                 yield self._upload_again(k)
             else:
-                yield self._decode_again(self._data)
+                yield self._decode_again()
 
     def drop_step(self) -> None:
         """Reset the position to the start of this step, and read no more data.
@@ -284,45 +287,34 @@ class Loader:
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
-    def _check(self, state: dict[str, Any]) -> None:
-        """Check that a state was saved with the same data order.
-
-        Raises:
-            ValueError: If the data order differs.
-        """
-        for key, expected in self._origin.items():
-            if state[key] != expected:
-                raise ValueError(
-                    f"the data order of the checkpoint has {key} {state[key]}, this run has {expected}; restore the "
-                    "setting or the shards, or start a new run"
-                )
-
-    def _read(self, data: StepData) -> MicroBatch:
-        """Return the next micro-batch of a step or, after an error, a placeholder."""
+    def _read(self) -> MicroBatch:
+        """Return the next micro-batch of the first pass or, after an error, a placeholder."""
         if self._error is None:
             try:
-                return self._accept(self._take(data), data)
+                return self._accept(self._take())
             except Exception as error:
                 self._error = self._describe(error, self._position.steps + 1)
-        data.error = self._error
+        self._data.error = self._error
         return self._placeholder
 
-    def _take(self, data: StepData) -> Delivery:
-        """Wait for the next delivery, and add the waiting time to data.wait_s."""
+    def _take(self) -> Upload:
+        """Wait for the next upload, and record the waiting time."""
         start = time.perf_counter()
         try:
             return self._feed.take()
         finally:
-            data.wait_s += time.perf_counter() - start
+            self._data.wait_s += time.perf_counter() - start
 
-    def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
-        """Record a delivery of the first pass in `data`, and return its micro-batch."""
-        data.index.append(self._batches[delivery.number].index.clone())
+    def _accept(self, upload: Upload) -> MicroBatch:
+        """Record an upload of the first pass, and return its micro-batch."""
+        data, number = self._data, upload.number
+        data.index.append(self._batches[number].index.clone())
         if data.text is not None:
-            data.text.append(self._batches[delivery.number].text[:, : self._context].clone())
-        lengths = self._count(delivery.number)
-        data.num_tokens += 0 if lengths is None else int(lengths.sum())
-        for part in delivery.parts:
+            data.text.append(self._batches[number].text[:, : self._context].clone())
+        batch = self._arrive(upload)
+        if batch.lengths is not None:
+            data.num_tokens += int(batch.lengths.sum())
+        for part in upload.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
             data.dropped += part.dropped
@@ -332,7 +324,7 @@ class Loader:
                     self._damaged.add(damaged)
                     data.damaged.append(damaged)
                     logger.warning("%s", damaged)
-        is_last = len(data.index) == self._num_parts
+        is_last = self._num_unread == 1
         if is_last:
             position = self._position
             self._position = _Position(
@@ -343,22 +335,23 @@ class Loader:
                 position.cursor | data.cursor,
             )
         if self._pixels == "host":
-            self._held.append(delivery.number)
+            self._held.append(number)
             # After the last micro-batch, start the second pass, which begins with micro-batch 0.
             self._upload_ahead(0 if is_last else None)
         else:
-            self._recycle(delivery)
-        return self._split(self._feed.arrive(delivery.upload), lengths)
+            self._recycle(number)
+        return batch
 
-    def _count(self, number: int) -> np.ndarray | None:
-        """Return how many tokens of each text in a host buffer the model needs, [m]; None if they are not counted."""
+    def _arrive(self, upload: Upload) -> MicroBatch:
+        """Return an uploaded micro-batch, with the number of tokens of each text if they are counted."""
+        batch = self._split(self._feed.arrive(upload))
         if self._count_tokens is None:
-            return None
-        lengths = self._count_tokens(self._batches[number].text[:, : self._context])
+            return batch
+        lengths = self._count_tokens(self._batches[upload.number].text[:, : self._context])
         self._num_texts += len(lengths)
         self._num_tokens += int(lengths.sum())
         self._mean_tokens = float(lengths.mean())
-        return lengths
+        return replace(batch, lengths=lengths)
 
     def describe_long_texts(self) -> str | None:
         """Describe the texts of the latest micro-batch, if they are longer than usual. Otherwise, return None."""
@@ -370,18 +363,16 @@ class Loader:
             f"with {usual:.1f} so far; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
         )
 
-    def _split(self, batch: MicroBatch, lengths: np.ndarray | None) -> MicroBatch:
+    def _split(self, batch: MicroBatch) -> MicroBatch:
         """Split the rows of `batch.text` into the model's tokens and the teacher's tokens or packed embeddings."""
         text, others = batch.text[:, : self._context], batch.text[:, self._context :]
         if self._stored:
-            return replace(batch, text=text, lengths=lengths, stored=others)
-        return replace(
-            batch, text=text, lengths=lengths, teacher_text=others if others.shape[1] else None
-        )
+            return replace(batch, text=text, stored=others)
+        return replace(batch, text=text, teacher_text=others if others.shape[1] else None)
 
-    def _recycle(self, delivery: Delivery) -> None:
-        """Release the delivery's buffer, and start copying the next micro-batch if it is decoded."""
-        self._feed.release(delivery.number)
+    def _recycle(self, number: int) -> None:
+        """Release a host buffer, and start copying the next micro-batch if it is decoded."""
+        self._feed.release(number)
         self._feed.look_ahead()
 
     def _upload_again(self, k: int) -> MicroBatch:
@@ -390,7 +381,7 @@ class Loader:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
         self._upload_ahead(k + 1)
-        return self._split(self._feed.arrive(upload), self._count(self._held[k]))
+        return self._arrive(upload)
 
     def _upload_ahead(self, k: int | None) -> None:
         """Start copying the micro-batch that will be requested next.
@@ -404,43 +395,37 @@ class Loader:
         else:
             self._feed.look_ahead()
 
-    def _decode_again(self, data: StepData) -> MicroBatch:
+    def _decode_again(self) -> MicroBatch:
         """Return the next micro-batch that the workers have decoded a second time. Raises DataError if that fails."""
         try:
-            delivery = self._take(data)
+            upload = self._take()
         except Exception as error:
             raise DataError(self._describe(error, self._position.steps)) from None
-        self._num_again += 1
-        lengths = self._count(delivery.number)
-        self._recycle(delivery)
-        return self._split(self._feed.arrive(delivery.upload), lengths)
+        self._num_to_repeat -= 1
+        batch = self._arrive(upload)
+        self._recycle(upload.number)
+        return batch
 
     def _finish_step(self) -> None:
         """Read the micro-batches of the last step that were never requested, and release the step's buffers."""
-        if self._data is None:
-            return
         for _ in self.first_pass():
             pass
         for number in self._held:
             self._feed.release(number)
-        # The workers decode every micro-batch except the last one twice. If the trainer skipped its second pass, read
-        # the results of the second decoding here.
-        if self._pixels == "compressed":
-            try:
-                while self._error is None and self._num_again < self._num_parts - 1:
-                    self._decode_again(self._data)
-            except DataError as error:
-                self._error = str(error)
+        # If the trainer skipped its second pass, read the results of the second decoding here.
+        try:
+            while self._error is None and self._num_to_repeat:
+                self._decode_again()
+        except DataError as error:
+            self._error = str(error)
         self._held, self._kept, self._uploads = [], [], {}
-        self._num_read, self._num_again = 0, 0
 
     def _describe(self, error: Exception, step: int) -> str:
         return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
-        zeros = self._batches[0].map(partial(torch.zeros_like, device=self._device))
-        return self._split(zeros, None)
+        return self._split(self._batches[0].map(partial(torch.zeros_like, device=self._device)))
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from disco_ds.data.order.mixture import Cursor
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -73,6 +75,5 @@ class StepData:
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
     text: list[Tensor] | None = None
     """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
-    cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Where to continue reading each stream that this step read from: stream number -> (epoch, offset). Streams are
-    defined in order/mixture.py."""
+    cursor: Cursor = field(default_factory=dict)
+    """Where to continue reading each stream that this step read from."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from disco_ds.data.errors import (
     name_broken,
     read_patiently,
 )
-from disco_ds.data.order.mixture import Mixture
+from disco_ds.data.order.mixture import Cursor, Mixture
 from disco_ds.data.order.slots import Share
 from disco_ds.data.order.whole_shards import WholeShards
 from disco_ds.data.pipeline.shared_batches import SharedBatches
@@ -49,10 +49,9 @@ _NUM_NAMED = 5
 class Part:
     """A worker's report on the rows that it has written into one buffer."""
 
-    cursor: dict[int, tuple[int, int]]
-    """Where to continue reading each stream whose samples are in these rows: stream number -> (epoch, offset). Streams
-    are defined in order/mixture.py."""
-    broken: list[str]
+    cursor: Cursor = field(default_factory=dict)
+    """Where to continue reading each stream whose samples are in these rows."""
+    broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped."""
     dropped: int = 0
     """Number of samples that were dropped (see DroppedSample), or lost with the rest of a damaged shard."""
@@ -95,9 +94,8 @@ class Job:
     share: Share
     slots: tuple[int, ...]
     """All slots of the rank, including those of its other workers, in order."""
-    cursor: dict[int, tuple[int, int]]
-    """Where to start reading each stream of `slots`: stream number -> (epoch, offset). Streams are defined in
-    order/mixture.py."""
+    cursor: Cursor
+    """Where to start reading each stream of `slots`."""
     first: int
     """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool
@@ -134,8 +132,28 @@ class _Reader:
         """(source, shard) of all shards that were read."""
         self._damaged: dict[tuple[int, int], str] = {}
         """Maps (source, shard) of each damaged shard that was read to its description."""
-        self._last: list[str] = []
+        self._last: deque[str] = deque(maxlen=_NUM_NAMED)
         """Descriptions of the last few broken samples, for the error message."""
+
+    def fill(self, start: int, batch: MicroBatch) -> tuple[list[Row], Part]:
+        """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`.
+
+        Returns:
+            The rows, and the report on them.
+        """
+        job = self._job
+        rows: list[Row] = []
+        part = Part()
+        for q in range(start, start + job.share.micro_batch):
+            number, i = divmod(q, len(job.slots))
+            # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
+            if i % job.num_workers == job.worker:
+                row, image = self.next(job.order.stream(job.slots[i], number), q - start, part)
+                row.write(batch, image)
+                rows.append(row)
+        job.at[:3] = -1, -1, -1
+        job.ahead.move(dict(self.cursor))
+        return rows, part
 
     def next(self, stream: int, place: int, part: Part) -> tuple[Row, Tensor]:
         """Read the stream's next usable sample.
@@ -143,7 +161,7 @@ class _Reader:
         Args:
             stream: Number of the stream.
             place: Row number of the sample in the micro-batch.
-            part: The report in which skipped samples are counted.
+            part: The report, in which skipped samples are counted and the stream's position is updated.
 
         Returns:
             The row and its decoded image.
@@ -161,8 +179,7 @@ class _Reader:
         begin = epoch
         skipped = 0
         while True:
-            settle = partial(order.settle, slot, epoch, offset)
-            epoch, offset = read_patiently(settle, patience_s)
+            epoch, offset = read_patiently(order.settle, patience_s, slot, epoch, offset)
             shard, entry = order.locate(slot, epoch, offset)
             index = job.order.sample_id(source, shard, entry)
             drawn = order.epoch(slot, epoch)  # determines the sample's random numbers
@@ -173,19 +190,17 @@ class _Reader:
             progress.add()  # shows the trainer that this worker is alive
             try:
                 with breaks_sample(OSError):
-                    read = partial(samples.read, shard, entry, drawn, index)
-                    decode, text, group_id = read_patiently(read, patience_s)
+                    decode, text, group_id = read_patiently(
+                        samples.read, patience_s, shard, entry, drawn, index
+                    )
                     # Decode now, so that a broken image is skipped before it takes a row.
                     image = decode()
-                self.cursor[stream] = epoch, offset
+                self.cursor[stream] = part.cursor[stream] = epoch, offset
                 return Row(place, text, index, drawn, group_id, decode), image
-            except DroppedSample:
+            except (DroppedSample, LostSample) as error:
                 part.dropped += 1
                 self._num_read -= 1
-            except LostSample as error:
-                part.dropped += 1
-                self._num_read -= 1
-                if (source, shard) not in self._damaged:
+                if isinstance(error, LostSample) and (source, shard) not in self._damaged:
                     part.damaged.append(name_broken(samples.name, shard, entry, error))
                     self._damaged[source, shard] = part.damaged[-1]
                     self._check_damaged()
@@ -231,7 +246,7 @@ class _Reader:
             DataError: If too many samples are broken.
         """
         self._num_broken += 1
-        self._last = [*self._last, text][-_NUM_NAMED:]
+        self._last.append(text)
         most = self._job.settings.max_broken
         if self._num_broken > _SPARE_BROKEN + most * self._num_read:
             trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
@@ -265,9 +280,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
     while True:
         first_pass = []
         for _ in range(job.share.num_micro_batches):
-            rows, part = _fill(job, reader, start, job.batches[next_buffer()])
-            job.at[:3] = -1, -1, -1
-            job.ahead.move(dict(reader.cursor))
+            rows, part = reader.fill(start, job.batches[next_buffer()])
             yield part
             if job.decode_twice:
                 first_pass.append(rows)
@@ -278,24 +291,4 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             for row in rows:
                 row.write(batch, row.decode())
                 progress.add()
-            yield Part({}, [])
-
-
-def _fill(job: Job, reader: _Reader, start: int, batch: MicroBatch) -> tuple[list[Row], Part]:
-    """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`.
-
-    Returns:
-        The rows, and the report on them.
-    """
-    rows: list[Row] = []
-    part = Part({}, [])
-    for q in range(start, start + job.share.micro_batch):
-        number, i = divmod(q, len(job.slots))
-        # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
-        if i % job.num_workers == job.worker:
-            stream = job.order.stream(job.slots[i], number)
-            row, image = reader.next(stream, q - start, part)
-            row.write(batch, image)
-            rows.append(row)
-            part.cursor[stream] = reader.cursor[stream]
-    return rows, part
+            yield Part()

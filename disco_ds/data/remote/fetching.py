@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 
 # `wait` uses poll(). select() would not accept file descriptors above 1,023.
 from multiprocessing.connection import wait
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
 from disco_ds.data.errors import DataError
@@ -42,83 +42,12 @@ class _Progress(threading.local):
 progress = _Progress()
 
 
-class _Download:
-    """A download of a shard into a file. Each attempt resumes where the last one stopped, if the server supports it.
-
-    Args:
-        url: Address of the shard, or `pipe:COMMAND`.
-        file: Unbuffered file to write to.
-        settings: Timeout and size limit.
-        size: Expected size in bytes; None allows any size up to the limit.
-    """
-
-    def __init__(
-        self, url: str, file: BinaryIO, settings: RemoteSettings, size: int | None
-    ) -> None:
-        self._url = url
-        self._file = file
-        self._timeout_s = settings.timeout_s
-        self._size = size
-        self._limit = int((settings.cache_gb or LEAST_CACHE_GB) * 1e9)
-        self._done = 0
-        """Bytes that have arrived."""
-        self._version: str | None = None
-        """The content's strong ETag, with which the next attempt can resume. If None, that attempt must start over."""
-
-    def attempt(self) -> None:
-        """Fetch the shard, or the rest of it.
-
-        Raises:
-            StoreError: If the attempt fails.
-        """
-        if self._version is None:
-            self._done = 0
-        with closing(self._open()) as blocks:
-            for block in blocks:
-                progress.add()
-                self._write(block)
-        if self._size not in (None, self._done):
-            self._refuse()
-        self._file.truncate(self._done)
-
-    def _open(self) -> Generator[Any, None, None]:
-        """Request the content from byte `_done` on, and return its blocks."""
-        if self._url.startswith(PIPE):
-            return _read_command(self._url.removeprefix(PIPE), self._timeout_s)
-        try:
-            self._version, blocks = read_blocks(
-                self._url, self._timeout_s, self._done, self._version
-            )
-        except ChangedError:
-            self._version = None
-            raise
-        return blocks
-
-    def _write(self, block: Any) -> None:
-        view = memoryview(block)
-        while view:
-            written = os.pwrite(self._file.fileno(), view, self._done)
-            view, self._done = view[written:], self._done + written
-            # Check the size after every write, because content without a stated length could fill the disk.
-            if self._done > (self._size or self._limit):
-                self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        """Raise the error for content of the wrong size."""
-        self._version = None
-        if self._size is None:
-            most = f"the limit for a shard, data.remote.cache_gb ({self._limit / 1e9:g} GB)"
-            raise StoreError(f"it is larger than {most}", transient=False)
-        raise StoreError(
-            f"{self._done:,} bytes arrived, but the manifest says {self._size:,}; if the shard was replaced, "
-            "index it again"
-        )
-
-
 def fetch(
     url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: int | None = None
 ) -> None:
     """Download a remote shard into an open file, in several attempts if necessary.
+
+    Each attempt resumes where the last one stopped, if the server supports it.
 
     Args:
         url: Address of the shard, or `pipe:COMMAND`.
@@ -130,23 +59,58 @@ def fetch(
     Raises:
         DataError: If all attempts fail. The message contains the URL, without secrets, and the last failure.
     """
-    download = _Download(url, file, settings, size)
+    limit_gb = settings.cache_gb or LEAST_CACHE_GB
+    done = 0  # bytes that have arrived
+    # The content's strong ETag, with which the next attempt can resume. If it is None, that attempt must start over.
+    version: str | None = None
     for number in range(settings.tries):
         pause(number, settings)
         # Other processes may be waiting for this file. The new file time shows them that the download is still running.
         os.utime(file.fileno())
         progress.add()
+        if version is None:
+            done = 0
         try:
-            download.attempt()
+            if url.startswith(PIPE):
+                blocks = _read_command(url.removeprefix(PIPE), settings.timeout_s)
+            else:
+                version, blocks = read_blocks(url, settings.timeout_s, done, version)
+            with closing(blocks):
+                for block in blocks:
+                    progress.add()
+                    _write(file, block, done)
+                    done += len(block)
+                    # Content without a stated length could fill the disk.
+                    if done > (size or limit_gb * 1e9):
+                        break
+            if size not in (None, done):
+                raise ChangedError(
+                    f"{done:,} bytes arrived, but the manifest says {size:,}; if the shard was replaced, "
+                    "index it again"
+                )
+            if size is None and done > limit_gb * 1e9:
+                most = f"the limit for a shard, data.remote.cache_gb ({limit_gb:g} GB)"
+                raise ChangedError(f"it is larger than {most}", transient=False)
+            file.truncate(done)
             return
         except StoreError as error:
             progress.add()
             last = error
+            if isinstance(error, ChangedError):
+                version = None
             if not error.transient:
                 break
     raise DataError(
         f"shard {name} cannot be fetched from {describe(url)}: {last}; tries: {number + 1}"
     )
+
+
+def _write(file: BinaryIO, block: Any, start: int) -> None:
+    """Write a block at byte `start` of an unbuffered file."""
+    view = memoryview(block)
+    while view:
+        written = os.pwrite(file.fileno(), view, start)
+        view, start = view[written:], start + written
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from disco_ds.data.errors import CacheFullError
-from disco_ds.data.order.mixture import Mixture
+from disco_ds.data.order.mixture import Cursor, Mixture
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
@@ -26,8 +26,6 @@ other shard during this pause either."""
 _BUSY_S = 1.0
 """Pause after a failure other than a full cache, before the next shard is fetched."""
 
-Cursor = dict[int, tuple[int, int]]
-"""Where to continue reading each stream: stream number -> (epoch, offset). Streams are defined in order/mixture.py."""
 Place = tuple[int, int]
 """A shard, as the number of its source and its number in that source."""
 

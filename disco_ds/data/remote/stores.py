@@ -57,16 +57,18 @@ pattern's group matched is reported."""
 class StoreError(Exception):
     """A request failed. The message is the reason, without secrets."""
 
-    def __init__(self, reason: str, transient: bool = True, missing: bool = False) -> None:
+    def __init__(self, reason: str, transient: bool = True) -> None:
         super().__init__(reason)
         self.transient = transient
         """True if another attempt may succeed."""
-        self.missing = missing
-        """True if the server answered that the object does not exist."""
+
+
+class MissingError(StoreError, FileNotFoundError):
+    """The server answered that the object does not exist."""
 
 
 class ChangedError(StoreError):
-    """The object has changed, or the server cannot send a part of it, so a download must start over."""
+    """A download must start over: the content has changed or has the wrong size, or the server cannot send a part."""
 
 
 def locate(url: str, timeout_s: float) -> tuple[Any, str]:
@@ -96,15 +98,13 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
             authorization = f"Bearer {token}"
     try:
         parts = urllib.parse.urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
+        credentials, _, host = parts.netloc.rpartition("@")
     except ValueError:
         raise StoreError("the URL is malformed", transient=False) from None
     if parts.scheme not in ("http", "https"):
         return _open_store(parts.scheme, host, timeout_s, None), parts.path.lstrip("/")
-    if parts.username:
-        user, password = (
-            urllib.parse.unquote(part or "") for part in (parts.username, parts.password)
-        )
+    if credentials:
+        user, _, password = urllib.parse.unquote(credentials).partition(":")
         # obstore ignores credentials in a URL, so send them in a header. After a redirect, obstore does not send the
         # header to another host.
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
@@ -115,10 +115,11 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         return store, parts.path[1:]
     # obstore would escape special characters in a path or query, so open a store for the whole URL.
     whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
-    return _create_store(parts.scheme, whole, timeout_s, authorization), ""
+    return _open_store(parts.scheme, whole, timeout_s, authorization), ""
 
 
-def _create_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
+@lru_cache(64)
+def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
     limit = timedelta(seconds=timeout_s)
     client: dict[str, Any] = {
         "connect_timeout": limit,
@@ -135,9 +136,6 @@ def _create_store(scheme: str, base: str, timeout_s: float, authorization: str |
         return kinds.get(scheme, HTTPStore)(  # type: ignore[operator]
             base, client_options=client, retry_config={"max_retries": 0}
         )
-
-
-_open_store = lru_cache(64)(_create_store)
 
 
 def read_blocks(
@@ -185,6 +183,7 @@ def read_version(url: str, settings: RemoteSettings) -> Version:
     """Return the version of an object.
 
     Raises:
+        MissingError: If the object does not exist.
         StoreError: If all attempts fail.
     """
 
@@ -207,6 +206,7 @@ def read_object(url: str, settings: RemoteSettings) -> bytes:
     """Return the content of a small object.
 
     Raises:
+        MissingError: If the object does not exist.
         StoreError: If all attempts fail.
     """
     return _request(url, settings, lambda store, path: bytes(obstore.get(store, path).bytes()))
@@ -284,7 +284,7 @@ def _explain() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise StoreError("HTTP status 404 Not Found", transient=False, missing=True) from None
+        raise MissingError("HTTP status 404 Not Found", transient=False) from None
     except NotSupportedError:
         raise ChangedError("the server does not support range requests") from None
     except (BaseError, OSError, ValueError) as error:

@@ -16,6 +16,8 @@ sent to another process. docs/extending.md has an example. load.py builds the so
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -142,6 +144,11 @@ class Source:
         return Samples(self, settings, form, seed, num_slots)
 
 
+def digest(tree: Any) -> str:
+    """Return the fingerprint of names and numbers that can be written as JSON."""
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Samples:
     """The samples of a source as images and tokens, which a data worker writes into a batch.
@@ -162,7 +169,7 @@ class Samples:
         return self.source.open(self.num_slots, self.settings.window)
 
     @cached_property
-    def _selection(self) -> Selection | None:
+    def _selection(self) -> Selection:
         return Selection.load(self.settings)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
@@ -184,7 +191,8 @@ class Samples:
             # The first random numbers of the row determine the crop; the last two select the caption.
             numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 2, CROP_COLUMN)
             template, item = numbers[CAPTION_COLUMN:]
-            caption = pick_caption(self.settings.captions, members, template, item)
+            captions = self.settings.captions
+            caption = pick_caption(captions, members, template, item)
             data = find_image(members, self.settings.image_key)
             group_id = find_group(self.settings.group_by, members, caption, data)
             short = [shorten_caption(caption)]
@@ -192,10 +200,11 @@ class Samples:
             if self.form.teacher_tokenize:
                 text = torch.cat([text, self.form.teacher_tokenize(short)], 1)
             if self.form.stored:
-                drawn, place = (template, item), (self.seed, epoch, index)
-                templates = self.settings.captions
+                place = self.seed, epoch, index
                 try:
-                    view = read_view(self.form.stored, members, templates, drawn, data, place)
+                    view = read_view(
+                        self.form.stored, members, captions, (template, item), data, place
+                    )
                 except DataError as error:
                     raise DataError(f"{self.name(shard, entry)}: {error}") from None
                 text = torch.cat([text, view.pack()], 1)
@@ -219,8 +228,6 @@ class Samples:
 
     def select(self, members: Members, shard: int, entry: int) -> Members:
         """Apply data.uids, data.filter and data.transforms to the members of a sample."""
-        if self._selection is None:
-            return members
         return self._selection.apply(members, lambda: self.name(shard, entry))
 
     def count(self, shard: int) -> int:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -24,9 +24,10 @@ from disco_ds.data.captions import list_fields
 from disco_ds.data.errors import CacheFullError, DataError, printable
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.remote.stores import Version
 from disco_ds.data.sources.listing import Listing, list_folder
 from disco_ds.data.sources.manifest import Manifest, Shard, some
-from disco_ds.data.sources.published_counts import Found, find_counts
+from disco_ds.data.sources.published_counts import find_counts
 from disco_ds.data.sources.tar import TarIndex, has_data_after_end
 from disco_ds.names import plural
 
@@ -142,32 +143,49 @@ def index_shards(
         StoreError: If a bucket cannot be listed.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
+    remote = remote or RemoteSettings()
     before = {shard.name: shard for shard in known}
     shards: dict[str, Shard] = {}
     failed: dict[str, Exception] = {}
     missing: list[str] = []
     saved_at = time.monotonic()
+
+    def record(name: str, result: Shard | Exception) -> None:
+        nonlocal saved_at
+        if isinstance(result, Shard):
+            shards[name] = result
+        elif isinstance(result, FileNotFoundError) and skip_missing:
+            missing.append(name)
+        else:
+            failed[name] = result
+        if progress is not None:
+            progress(len(shards) + len(failed) + len(missing))
+        if save is not None and time.monotonic() > saved_at + _SAVE_S:
+            save(_collect(listing, before | shards))
+            saved_at = time.monotonic()
+
     try:
-        for name, result in _count_all(
-            listing,
-            before,
-            workers,
-            remote or RemoteSettings(),
-            published,
-            contents or Contents(),
-            whole,
-        ):
-            if isinstance(result, Shard):
-                shards[name] = result
-            elif isinstance(result, FileNotFoundError) and skip_missing:
-                missing.append(name)
+        uncounted: dict[str, Version] = {}
+        for name, found in find_counts(listing, remote, published, before):
+            if isinstance(found, Version):
+                uncounted[name] = found
             else:
-                failed[name] = result
-            if progress is not None:
-                progress(len(shards) + len(failed) + len(missing))
-            if save is not None and time.monotonic() > saved_at + _SAVE_S:
-                save(_collect(listing, before | shards))
-                saved_at = time.monotonic()
+                record(name, found)
+        tasks = [
+            (name, uncounted[name], listing.urls.get(name))
+            for name in listing.names
+            if name in uncounted
+        ]
+        count = partial(_count, listing.folder, remote, whole)
+        context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
+        with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
+            results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
+            for (name, *_), (result, problem, of_shard) in zip(tasks, results, strict=True):
+                if contents is not None:
+                    contents.add(of_shard)
+                if problem:
+                    logger.warning("%s %s", name, problem)
+                record(name, result)
     finally:
         if save is not None and shards:
             save(_collect(listing, before | shards))
@@ -176,41 +194,6 @@ def index_shards(
     if missing:
         logger.warning("left out missing shards (%d): %s", len(missing), some(missing, 10))
     return replace(_collect(listing, shards), missing=tuple(sorted(missing)))
-
-
-def _count_all(
-    listing: Listing,
-    known: Mapping[str, Shard],
-    workers: int,
-    remote: RemoteSettings,
-    published: bool,
-    contents: Contents,
-    whole: bool,
-) -> Iterator[tuple[str, Shard | Exception]]:
-    """Count the listed shards. The arguments are those of index_shards.
-
-    Yields:
-        The name of each shard, in any order, and the counted shard or, if it cannot be counted, the error.
-    """
-    unread = {}
-    for name, found in find_counts(listing, remote, published, known):
-        if isinstance(found, Exception):
-            yield name, found
-        elif found.samples is None:
-            unread[name] = found
-        else:
-            yield name, Shard(name, found.samples, *found.version)
-    tasks = [(unread[name], listing.urls.get(name)) for name in listing.names if name in unread]
-    count = partial(_count, listing.folder, remote, whole)
-    context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
-    with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
-        results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
-        for (found, _), (result, problem, of_shard) in zip(tasks, results, strict=True):
-            contents.add(of_shard)
-            if problem and isinstance(result, Shard):
-                samples = plural(result.samples, "sample")
-                logger.warning("%s %s; counted %s", found.name, problem, samples)
-            yield found.name, result
 
 
 def _describe_failures(failed: dict[str, Exception]) -> str:
@@ -258,7 +241,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
 
 
 def _count(
-    folder: Path, remote: RemoteSettings, whole: bool, task: tuple[Found, str | None]
+    folder: Path, remote: RemoteSettings, whole: bool, task: tuple[str, Version, str | None]
 ) -> tuple[Shard | Exception, str | None, Contents]:
     """Read one shard and count its samples.
 
@@ -266,15 +249,15 @@ def _count(
         folder: Folder of local shards.
         remote: How to fetch a remote shard.
         whole: Read all bytes of the shard, not only its headers.
-        task: The shard, and its URL if it is remote.
+        task: The shard's name and version, and its URL if it is remote.
 
     Returns:
         The counted shard, or the error if it cannot be read; a problem to warn about, such as a truncated tar, or
         None; and the statistics of the shard's contents.
     """
-    found, url = task
+    name, version, url = task
     try:
-        with _open(folder, found, url, remote) as file:
+        with _open(folder, name, version, url, remote) as file:
             while whole and file.read(_BLOCK):
                 pass
             index, size = TarIndex(file), os.fstat(file.fileno()).st_size
@@ -287,13 +270,17 @@ def _count(
                     f"has data after its end mark at byte {index.end:,}, because a header was lost or tars were "
                     "concatenated; the data is ignored, so write the shard again"
                 )
+            if problem:
+                problem += f"; counted {plural(len(index), 'sample')}"
     except (DataError, OSError) as error:
         return error, None, Contents()
-    shard = Shard(found.name, len(index), size, found.version.tag)
+    shard = Shard(name, len(index), size, version.tag)
     return shard, problem, Contents.of(index)
 
 
-def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -> Any:
+def _open(
+    folder: Path, name: str, version: Version, url: str | None, remote: RemoteSettings
+) -> Any:
     """Open a shard for counting. A remote shard is fetched into the cache if it fits, or else into a temporary file.
 
     Raises:
@@ -302,8 +289,8 @@ def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -
     """
     if url is None:
         # Unbuffered: the scan skips from header to header, much further than a buffer would reach.
-        return open(folder / found.name, "rb", buffering=0)
-    if found.version.bytes:
+        return open(folder / name, "rb", buffering=0)
+    if version.bytes:
         with suppress(CacheFullError, OSError):
-            return ShardCache([url], [found.name], [found.version], remote).open(0)
-    return fetch_temporary(url, found.name, remote)
+            return ShardCache([url], [name], [version], remote).open(0)
+    return fetch_temporary(url, name, remote)

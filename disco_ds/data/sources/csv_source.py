@@ -170,8 +170,8 @@ class CaptionedImages(Source):
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Number of images in each nominal shard."""
-        return divide(len(self.rows))
+        """Number of images. All of them are in one nominal shard."""
+        return [len(self.rows)]
 
     def open(self, num_slots: int, window: int) -> CaptionedReader:
         """Open the file for reading in one process."""
@@ -191,18 +191,17 @@ class CaptionedImages(Source):
 
 
 class CaptionedReader(TableReader):
-    """Reads the images of a table by (nominal shard, entry)."""
+    """Reads the images of a table, which are the entries of one nominal shard."""
 
     def __init__(self, images: CaptionedImages) -> None:
         super().__init__(images.table)
         self._images = images
-        self._entries = [0, *accumulate(images.sizes)]
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """Return the image under the name of its column, and its captions, one per line, under "captions"."""
         image = self._table.image
         captions = []
-        for row in map(self.read_row, self._images.rows[self._entries[shard] + entry]):
+        for row in map(self.read_row, self._images.rows[entry]):
             with suppress(BrokenSample):
                 captions.append(fill_template(self._images.caption, row))
         data = read_regular(self._table.find(row[image]))
@@ -210,7 +209,7 @@ class CaptionedReader(TableReader):
 
     def name(self, shard: int, entry: int) -> str:
         """Return `file/row number` of the image's first row, for messages."""
-        return f"{self._table.path.name}/row {self._images.rows[self._entries[shard] + entry][0]}"
+        return f"{self._table.path.name}/row {self._images.rows[entry][0]}"
 
 
 def _check_rows(table: Table) -> None:
@@ -239,19 +238,17 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
         separator: The separator of the columns.
         heading: The first line, which the fingerprint includes.
     """
-    position, digest = file.tell(), hashlib.sha256(heading)
-    current: list[str] = []
+    digest = hashlib.sha256(heading)
+    current: list[str] = []  # the lines of the current row
 
     def lines() -> Iterator[str]:
-        nonlocal position
         for line in file:
-            position += len(line)
             digest.update(line)
-            # Only the structure matters here, and latin-1 decodes any byte.
+            # Only the structure matters here, and latin-1 decodes any byte into one character.
             current.append(line.decode("latin-1"))
             yield current[-1]
 
-    starts, start, joined = array("q"), position, list[str]()
+    starts, start, joined = array("q"), len(heading), list[str]()
     rows = csv.reader(lines(), delimiter=separator, strict=True)
     while True:
         try:
@@ -265,9 +262,9 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
             break
         if row:
             starts.append(start)
-        start = position
+        start += sum(map(len, current))
         current.clear()
-    starts.append(position)
+    starts.append(start)
     if joined:
         logger.warning(
             "%s: quotes are not closed, so each of these ranges of lines is one broken row: %s",

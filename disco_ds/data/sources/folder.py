@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
 from disco_ds.data.errors import read_regular
-from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.base import Source, digest
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 
@@ -54,7 +52,7 @@ class ImageFolder(Source):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the names of classes and files."""
-        return hashlib.sha256(json.dumps([self.classes, self.files]).encode()).hexdigest()[:16]
+        return digest([self.classes, self.files])
 
     def open(self, num_slots: int = 1, window: int = 1) -> ImageFolder:
         """Return the source itself, which keeps no file open."""

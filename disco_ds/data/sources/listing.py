@@ -13,6 +13,7 @@ table.csv                      a table whose rows contain an image path and capt
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -36,6 +37,8 @@ _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.-?(\d+))?")
 """Matches a range in braces, such as 000..099, a..f or 0..90..10."""
+_INNERMOST = re.compile(r"\{([^{}]*)\}")
+"""Matches a pair of braces that contains no others."""
 _MAX_SHARDS = 10_000_000
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
 """Matches what follows a shard's name in a URL or command: a query, which may be a signature, or other arguments."""
@@ -209,13 +212,9 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
         except StoreError as error:
             raise ValueError(f"{start} cannot be listed: {error}") from None
         known = [url.removeprefix(start) for url in found]
-    pattern = PurePosixPath(text.removeprefix(start))
-    depth = len(pattern.parts)
-    urls = [
-        start + name
-        for name in known
-        if len(PurePosixPath(name).parts) == depth and PurePosixPath(name).match(str(pattern))
-    ]
+    # An absolute pattern must match the whole path, not only its end.
+    pattern = "/" + text.removeprefix(start)
+    urls = [start + name for name in known if PurePosixPath("/" + name).match(pattern)]
     if not urls:
         raise ValueError(f"no shard matches {text}")
     return _make_listing(urls, start)
@@ -283,24 +282,25 @@ def _expand(text: str, name: str) -> list[str]:
 
 def _count_strings(text: str) -> int:
     """Count the strings to which a pattern with braces expands, without creating them."""
-    # For each open brace: where its content begins, the number of strings from its complete alternatives, and the
-    # number of strings from its current alternative.
-    starts, totals, products = [0], [0], [1]
-    for place, character in enumerate(text):
-        if character == "{":
-            starts.append(place + 1)
-            totals.append(0)
-            products.append(1)
-        elif character == "," and len(starts) > 1:
-            totals[-1] += products[-1]
-            products[-1] = 1
-        elif character == "}" and len(starts) > 1:
-            count = totals.pop() + products.pop()
-            if found := _RANGE.fullmatch(text[starts.pop() : place]):
-                first, last, step = found.groups()
-                count = abs(_to_number(last) - _to_number(first)) // (int(step or 1) or 1) + 1
-            products[-1] *= count
-    return products[0]
+    # Replace every innermost pair of braces with its number of strings, until there are no braces.
+    num_replaced = 1
+    while num_replaced:
+        text, num_replaced = _INNERMOST.subn(_count_innermost, text)
+    return _multiply(text)
+
+
+def _count_innermost(braces: re.Match[str]) -> str:
+    if found := _RANGE.fullmatch(braces[1]):
+        first, last, step = found.groups()
+        count = abs(_to_number(last) - _to_number(first)) // (int(step or 1) or 1) + 1
+    else:
+        count = sum(map(_multiply, braces[1].split(",")))
+    return f"\0{min(count, _MAX_SHARDS + 1)}\0"
+
+
+def _multiply(text: str) -> int:
+    """Multiply the numbers that have replaced braces."""
+    return math.prod(map(int, re.findall(r"\0(\d+)\0", text)))
 
 
 def _to_number(end: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,7 +16,7 @@ from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS
 from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
 from disco_ds.data.remote.cache_size import sum_bytes
-from disco_ds.data.sources.base import SampleForm, Samples, Source
+from disco_ds.data.sources.base import SampleForm, Samples, Source, digest
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
@@ -102,8 +100,8 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
 def count_epoch(settings: DataSettings, sources: Sequence[Source]) -> int:
     """Return the number of samples in an epoch. With data.uids, it is the number of uids, if that is smaller."""
     counts = Counter[Path | None]()
-    for part, source in zip(settings.parts, sources, strict=True):
-        counts[settings.settings_of(part).uids] += source.num_samples
+    for part, source in zip(settings.per_source, sources, strict=True):
+        counts[part.uids] += source.num_samples
     return sum(num if uids is None else min(num, count_uids(uids)) for uids, num in counts.items())
 
 
@@ -176,10 +174,9 @@ def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
     if len(sources) == 1:
         return sources[0].fingerprint
     weights = _weigh(settings, sources)
-    text = json.dumps(
+    return digest(
         [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
     )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def open_sources(
@@ -187,8 +184,8 @@ def open_sources(
 ) -> list[Samples]:
     """Return the samples of each source, for a process that reads `num_slots` slots in turn."""
     return [
-        source.open_samples(settings.settings_of(part), form, seed, num_slots)
-        for part, source in zip(settings.parts, sources, strict=True)
+        source.open_samples(part, form, seed, num_slots)
+        for part, source in zip(settings.per_source, sources, strict=True)
     ]
 
 

@@ -6,7 +6,6 @@ there is no manifest, and order/whole_shards.py defines the order.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from disco_ds.config.text_file import write_text
 from disco_ds.data.order.slots import estimate_open_shards
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.remote.stores import Version
-from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.listing import NAME, Listing, list_folder
 from disco_ds.data.sources.tar import TarReader
 from disco_ds.names import plural
@@ -66,8 +65,7 @@ class Manifest(Source):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of names and sample counts. It does not include the folder, which may move."""
-        text = json.dumps([(shard.name, shard.samples) for shard in self.shards])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest([(shard.name, shard.samples) for shard in self.shards])
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
         """Open the shards for reading in one process. See Source.open."""
@@ -84,7 +82,7 @@ class Manifest(Source):
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, or None if there is nothing to prefetch."""
-        return self._open_cache().fetch_ahead if self.urls and self.remote.prefetch_shards else None
+        return self._open_cache().fetch_ahead if self.urls else None
 
     def _open_cache(self) -> ShardCache:
         names = [shard.name for shard in self.shards]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.remote.stores import (
@@ -40,19 +40,10 @@ _TABLES = ("sizes.json", "_info.json", "info.json")
 logger = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """The known or published sample count and the version of a shard, found without reading the shard."""
-
-    name: str
-    samples: int | None
-    """Number of samples, counted earlier or published; None if there is no valid number."""
-    version: Version
-
-
 def find_counts(
     listing: Listing, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
-) -> Iterator[tuple[str, Found | Exception]]:
-    """Find the versions and the known or published sample counts of shards.
+) -> Iterator[tuple[str, Shard | Version | Exception]]:
+    """Find the versions and the known or published sample counts of shards, without reading the shards.
 
     Args:
         listing: The shards.
@@ -61,22 +52,22 @@ def find_counts(
         known: Shards that were counted before. Their counts are used if their versions have not changed.
 
     Yields:
-        The name of each shard, in any order, and what was found or, if its version cannot be read, the exception. It is
-        FileNotFoundError if the shard does not exist.
+        The name of each shard, in any order, and what was found: the shard, only its version if its count is neither
+        known nor published, or the exception if its version cannot be read. The exception is FileNotFoundError if the
+        shard does not exist.
 
     Raises:
         StoreError: If a bucket cannot be listed.
     """
     places = listing.urls or {name: str(listing.folder / name) for name in listing.names}
-    plain = [places[name] for name in listing.names if _is_plain(places[name])]
-    folders = {place.rpartition("/")[0] for place in plain}
+    folders = {place.rpartition("/")[0] for place in places.values() if _is_plain(place)}
     listed: dict[str, Version] = {}
     for folder in sorted(folders):
         if folder.startswith(BUCKETS):
             listed |= list_objects(folder + "/", remote)
     tables = {folder: _read_table(folder, listed, remote) for folder in folders if published}
 
-    def find(name: str) -> tuple[str, Found | Exception]:
+    def find(name: str) -> tuple[str, Shard | Version | Exception]:
         place = places[name]
         try:
             version = _find_version(place, listed, remote)
@@ -90,7 +81,7 @@ def find_counts(
             and version.bytes in (0, shard.bytes)
             and shard.tag in ("", version.tag)
         ):
-            return name, Found(name, shard.samples, Version(shard.bytes, version.tag))
+            return name, shard._replace(tag=version.tag)
         samples = None
         if published and _is_plain(place):
             folder, _, base = place.rpartition("/")
@@ -99,8 +90,9 @@ def find_counts(
                 stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
         # A sample has at least one member, and its header and data take at least 1,024 bytes.
-        is_valid = type(samples) is int and 0 <= samples <= version.bytes // 1024
-        return name, Found(name, samples if is_valid else None, version)
+        if type(samples) is int and 0 <= samples <= version.bytes // 1024:
+            return name, Shard(name, samples, *version)
+        return name, version
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
@@ -137,12 +129,7 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
         if place not in listed:
             raise FileNotFoundError(place)
         return listed[place]
-    try:
-        return read_version(place, remote)
-    except StoreError as error:
-        if error.missing:
-            raise FileNotFoundError(place) from None
-        raise
+    return read_version(place, remote)
 
 
 def _read_table(
@@ -177,7 +164,6 @@ def _read_json(
     except FileNotFoundError:
         return {}
     except (StoreError, OSError, ValueError) as error:
-        if not (isinstance(error, StoreError) and error.missing):
-            logger.warning("%s is ignored: %s", describe(place), error)
+        logger.warning("%s is ignored: %s", describe(place), error)
         return {}
     return tree if isinstance(tree, dict) else {}

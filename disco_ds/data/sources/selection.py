@@ -56,15 +56,13 @@ class Selection:
     _num_seen: int = 0
 
     @classmethod
-    def load(cls, settings: DataSettings) -> Selection | None:
-        """Load the selection of a source, or return None if none of data.uids, data.filter and data.transforms is set.
+    def load(cls, settings: DataSettings) -> Selection:
+        """Load the selection of a source. If none of data.uids, data.filter and data.transforms is set, it keeps all.
 
         Raises:
             ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the file
                 or the function.
         """
-        if not (settings.uids or settings.filter or settings.transforms):
-            return None
         uids = read_uids(settings.uids) if settings.uids else None
         stages = load_stages(settings.transforms) if settings.transforms else ()
         return cls(uids, settings.filter, stages)

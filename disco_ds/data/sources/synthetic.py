@@ -46,7 +46,3 @@ class SyntheticSamples(Samples):
         text[0] = form.vocab_size - 2
         text[-1] = form.vocab_size - 1
         return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text, index
-
-    def name(self, shard: int, entry: int) -> str:
-        """Return the sample's name for messages."""
-        return f"synthetic {shard}/{entry}"

@@ -49,13 +49,13 @@ _BLOCK = 2**20
 _SPARSE = -2
 """Recorded as the size of a sparse member, whose data are not consecutive bytes of the tar."""
 _COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ\0": ("xz", "unxz"),
-    b"PK\x03\x04": ("zip", "unzip, and pack the files with tar"),
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"PK\x03\x04": "zip",
 }
-"""Maps the first bytes of compressed files to the format and the command that decompresses it."""
+"""Maps the first bytes of compressed files to the format."""
 
 
 class TarIndex:
@@ -72,12 +72,14 @@ class TarIndex:
         """Offset of the end mark in bytes. It is known only if `truncated` is None."""
         self.headers = array("q")
         """Offset of each sample's first header."""
-        self._starts = array("q", [0])
+        self._starts = array("q")
+        """Number of each sample's first member. If the tar is intact, the number of members follows."""
         self._extensions: list[str] = []
         self._offsets = array("q")
         self._sizes = array("q")
         try:
             self._scan(file)
+            self._starts.append(len(self._offsets))
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
@@ -85,7 +87,7 @@ class TarIndex:
                 self.truncated = f"it is {kind}"
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return max(len(self._starts) - 1, 0)
 
     def members(self, entry: int) -> list[tuple[str, int, int]]:
         """Return (lower-case extension, offset, size in bytes) of the sample's members."""
@@ -101,9 +103,7 @@ class TarIndex:
             # Intern the extension, so that all members with it share one string object.
             prefix, extension = parts[0], sys.intern(parts[1].lower())
             if prefix != key or extension in seen:
-                # Another sample follows, so the previous one is complete.
-                if key is not None:
-                    self._starts.append(len(self._offsets))
+                self._starts.append(len(self._offsets))
                 self.headers.append(member.offset)
                 key, seen = prefix, set()
             seen.add(extension)
@@ -112,17 +112,15 @@ class TarIndex:
             # A damaged header may contain any size. _read_member refuses sizes that are out of range.
             size = min(max(member.size, -1), MAX_BYTES + 1)
             self._sizes.append(_SPARSE if member.issparse() else size)
-        if key is not None:
-            self._starts.append(len(self._offsets))
 
 
 def _find_kind(file: BinaryIO) -> str | None:
     """Return the kind of a file that is not a tar, with a remedy; None if it is unknown."""
     file.seek(0)
     start = file.read(512)
-    for signature, (name, command) in _COMPRESSED.items():
+    for signature, name in _COMPRESSED.items():
         if start.startswith(signature):
-            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it with {command}"
+            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it"
     if not start:
         return "empty; write it again"
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
