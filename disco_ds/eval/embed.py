@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,11 +51,19 @@ _NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
 logger = logging.getLogger(__name__)
 
 
+class _Row(NamedTuple):
+    """A sample and its embeddings, as they are written."""
+
+    name: str
+    members: Members
+    image: np.ndarray
+    text: np.ndarray
+
+
 @dataclass(frozen=True)
 class _Item:
     """A sample, with the teacher's inputs unless the sample is broken or was dropped."""
 
-    shard: int
     name: str
     members: Members | None = None
     images: np.ndarray | None = None
@@ -109,10 +118,10 @@ class _Items(Dataset):  # type: ignore[type-arg]
                     images = resize_for_evaluation(image, samples.form.image)[None]
                 tokens = samples.form.tokenize([shorten_caption(text) for text in captions])
         except DroppedSample:
-            return _Item(shard, name)
+            return _Item(name)
         except BrokenSample as error:
-            return _Item(shard, name, broken=str(error))
-        return _Item(shard, name, raw, images.numpy(), key, tokens.numpy())
+            return _Item(name, broken=str(error))
+        return _Item(name, raw, images.numpy(), key, tokens.numpy())
 
 
 @dataclass(frozen=True)
@@ -149,26 +158,24 @@ class Embedder:
             DataError: If too many samples are broken.
             OSError: If a shard cannot be read or written.
         """
-        source = self._check()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._record(folder, source)
-        names = [f"{shard:06d}.tar" for shard in range(len(source.sizes))]
-        mine = [
-            shard for shard in range(rank, len(names), size) if not (folder / names[shard]).exists()
-        ]
-        with closing(self._open(source)) as samples:
-            self._write_shards(samples, mine, [folder / name for name in names])
-        if all((folder / name).exists() for name in names):
-            write_manifest(index_shards(folder))
-
-    def _check(self) -> Source:
         data = self.config.data
         if data.sources or data.source == "synthetic" or data.index == "none":
             raise ValueError(
                 "embed reads one source of counted samples: set data.shards instead of data.sources, and "
                 "data.index=manifest"
             )
-        return load_sources(data)[0]
+        source = load_sources(data)[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record(folder, source)
+        paths = [folder / f"{shard:06d}.tar" for shard in range(len(source.sizes))]
+        mine = [shard for shard in range(rank, len(paths), size) if not paths[shard].exists()]
+        form = read_form(self.model, self.tokenizer)
+        with closing(source.open_samples(data, form, VIEW_SEED, 1)) as samples:
+            rows = self._embed_shards(samples, mine)
+            for shard in mine:
+                _write_shard(paths[shard], islice(rows, source.sizes[shard]))
+        if all(path.exists() for path in paths):
+            write_manifest(index_shards(folder))
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the augmentation settings in the folder.
@@ -198,18 +205,8 @@ class Embedder:
                     f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
                 )
 
-    def _open(self, source: Source) -> Samples:
-        form = read_form(self.model, self.tokenizer)
-        return source.open_samples(self.config.data, form, VIEW_SEED, 1)
-
-    def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:
-        """Embed the samples of some shards, and write these shards.
-
-        Args:
-            samples: The samples of all shards.
-            shards: Numbers of the shards to write.
-            paths: Path of each shard of the data set, by its number.
-        """
+    def _embed_shards(self, samples: Samples, shards: Sequence[int]) -> Iterator[_Row | None]:
+        """Yield the row to write for each sample of some shards, in order; None for a sample that is left out."""
         sizes = samples.source.sizes
         places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
         workers = self.config.data.workers
@@ -223,29 +220,20 @@ class Embedder:
             multiprocessing_context="forkserver" if workers else None,
         )
         num_read = num_broken = 0
-        writer: _Writer | None = None
-        remaining = iter(shards)
         with tqdm(total=len(places), unit=" samples", unit_scale=True) as bar:
             for items in loader:
-                stored = self._embed([item for item in items if item.members is not None])
+                embeddings = self._embed([item for item in items if item.members is not None])
                 for item in items:
-                    while writer is None or writer.shard != item.shard:
-                        if writer:
-                            writer.close()
-                        shard = next(remaining)  # a shard without samples is written, too
-                        writer = _Writer(shard, paths[shard])
                     num_read += 1
                     if item.broken is not None:
                         num_broken += 1
                         logger.warning("left out: %s: %s", item.name, item.broken)
                         self._check_broken(num_broken, num_read)
-                    if item.members is not None:
-                        writer.add(item.name, item.members, *next(stored))
+                    if item.members is None:
+                        yield None
+                    else:
+                        yield _Row(item.name, item.members, *next(embeddings))
                 bar.update(len(items))
-        if writer:
-            writer.close()
-        for shard in remaining:
-            _Writer(shard, paths[shard]).close()
 
     def _check_broken(self, num_broken: int, num_read: int) -> None:
         most = self.config.data.max_broken
@@ -285,33 +273,23 @@ class Embedder:
             yield (image if self.views else image[0]).numpy(), caption.numpy()
 
 
-class _Writer:
-    """Writes a shard under a temporary name, and renames it when it is complete."""
-
-    def __init__(self, shard: int, path: Path):
-        self.shard, self._path, self._num = shard, path, 0
-        self._partial = path.with_name(f".{path.name}.partial")
-        self._file = open(self._partial, "wb")  # noqa: SIM115 - close() closes it
-        self._tar = webdataset.TarWriter(self._file, encoder=False, keep_meta=True, mtime=0)
-
-    def add(self, name: str, members: Members, image: np.ndarray, text: np.ndarray) -> None:
-        """Write a sample together with its embeddings, which are converted to fp16."""
-        if bad := [key for key in members if not _NAME.fullmatch(key)]:
-            raise DataError(
-                f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; rename it, "
-                "for example in lower case"
-            )
-        key = name.partition(".tar/")[2] or f"{self._num:06d}"
-        self._num += 1
-        self._tar.write({"__key__": key, **members, IMAGE: _pack(image), TEXT: _pack(text)})
-
-    def close(self) -> None:
-        """Complete the shard, and rename it."""
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._partial, self._path)
+def _write_shard(path: Path, rows: Iterable[_Row | None]) -> None:
+    """Write a shard under a temporary name, and rename it when it is complete. Embeddings are converted to fp16."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        with webdataset.TarWriter(file, encoder=False, keep_meta=True, mtime=0) as tar:
+            for number, row in enumerate(filter(None, rows)):
+                if bad := [name for name in row.members if not _NAME.fullmatch(name)]:
+                    raise DataError(
+                        f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; "
+                        "rename it, for example in lower case"
+                    )
+                key = row.name.partition(".tar/")[2] or f"{number:06d}"
+                embeddings = {IMAGE: _pack(row.image), TEXT: _pack(row.text)}
+                tar.write({"__key__": key, **row.members, **embeddings})
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _pack(array: np.ndarray) -> bytes:
