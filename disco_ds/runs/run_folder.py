@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -154,16 +153,6 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
         return path.parents[1], path
     return Path(resume), None
-
-
-def make_token(path: Path) -> Path:
-    """Make an empty file in a folder and return its path. A rank that sees the file sees the same folder.
-
-    The file's name is random, because NFS may have cached that a file with a fixed name does not exist.
-    """
-    token = path / f".shared-{secrets.token_hex(8)}"
-    token.touch()
-    return token
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from disco_ds.runs.run_folder import (
     find_run_folder,
     lock_folder,
     make_run_folder,
-    make_token,
 )
 from disco_ds.runs.run_log import write_log
 
@@ -93,10 +92,11 @@ def check_shared(folder: Path) -> None:
             these ranks and their hosts.
     """
     what = f"run folder {folder}"
-    token = comm.from_rank_0(what, partial(make_token, folder))
+    # The name is random, because NFS may have cached that a fixed name does not exist.
+    token = comm.from_rank_0(what, lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder))
     try:
         with comm.all_or_none(what):
-            if not (token.exists() and os.access(folder, os.W_OK)):
+            if not (os.path.exists(token) and os.access(folder, os.W_OK)):
                 raise ValueError(
                     "not visible or not writable, but every host writes its part of a checkpoint there; choose a "
                     "folder on a file system that all hosts share (runs=/shared/runs)"
@@ -104,7 +104,7 @@ def check_shared(folder: Path) -> None:
     finally:
         if comm.rank() == 0:
             with suppress(OSError):
-                token.unlink()
+                os.rmdir(token)
 
 
 def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any]:
