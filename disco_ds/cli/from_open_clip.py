@@ -11,12 +11,13 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from disco_ds.config.ds_config import merge, read_ds_config
+from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.load import check_config
 from disco_ds.config.open_clip_flags import read_words
 from disco_ds.config.recipe import Config
@@ -72,7 +73,6 @@ def translate(line: str, ranks: int | None = None) -> str:
     comments.append(f"global_batch: {ranks or 1} GPU(s) x {per_rank} samples")
     name = re.sub(r"[^\w.+=@ -]", "-", str(flags.get("name", flags["model"])))
     tree: dict[str, Any] = {"name": name, "global_batch": global_batch}
-    tree["deepspeed"] = {"base": "zero1"}
     for flag, value in flags.items():
         row = table.get(flag, {"note": "not a flag of open_clip 3.3 or 4.2"})
         if row.get("translated"):
@@ -80,14 +80,17 @@ def translate(line: str, ranks: int | None = None) -> str:
         to = row.get("to") or ("" if "note" in row else row["ours"][0])
         values = row.get("values")
         if to and (values is None or value in values):
-            merge(tree, _nest(to, values[value] if values else row.get("value", value)))
+            ours = values[value] if values else row.get("value", value)
+            assign(tree, to.split("."), ours)
         else:
             where = f"{', '.join(row['ours'])}; " if "ours" in row else ""
             shown = "" if value is True else f" {value}"
             comments.append(f"--{flag}{shown}: {where}{row['note']}")
-    for translate_some in (_translate_data, _translate_run):
-        for key, value in translate_some(flags, global_batch, comments):
-            merge(tree, _nest(key, value))
+    for key, value in chain(
+        _translate_data(flags, comments), _translate_run(flags, global_batch, comments)
+    ):
+        assign(tree, key.split("."), value)
+    tree["deepspeed"] = {"base": "zero1"} | tree.get("deepspeed", {})
     check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
     tree = {key: tree[key] for key in Config.model_fields if key in tree}  # the order of the docs
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
@@ -127,20 +130,12 @@ def _parse_number(word: str) -> Any:
         return word
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    assign(tree, key.split("."), value)
-    return tree
-
-
 def _is_csv(flags: dict[str, Any]) -> bool:
     is_csv = str(flags.get("train-data")).endswith((".csv", ".tsv"))
     return is_csv or flags.get("dataset-type") == "csv"
 
 
-def _translate_data(
-    flags: dict[str, Any], global_batch: int, comments: list[str]
-) -> Iterator[tuple[str, Any]]:
+def _translate_data(flags: dict[str, Any], comments: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the data settings as (dotted name, value), and append notes for the user to `comments`."""
     shards = str(flags.get("train-data"))
     if flags.get("dataset-type") == "synthetic":
