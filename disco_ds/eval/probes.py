@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from disco_ds.distributed import comm, jobs
 from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Result
-from disco_ds.eval.sets import ImageSet, import_sklearn
+from disco_ds.eval.sets import ImageSet
 
 _NEIGHBORS, _TEMPERATURE = 20, 0.07
 """DINO's number of neighbors, and the temperature of their votes (Caron et al. 2021, section 4.1)."""
@@ -48,8 +48,9 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
     test, expected = _encode(encoder, images)
 
     def score() -> dict[str, float]:
-        _, neighbors = import_sklearn()
-        nearest = neighbors.KNeighborsClassifier(
+        from sklearn.neighbors import KNeighborsClassifier
+
+        nearest = KNeighborsClassifier(
             min(_NEIGHBORS, len(train)),
             metric="cosine",
             weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
@@ -80,7 +81,8 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
     Raises:
         ValueError: If the images that are not held out have fewer than two labels.
     """
-    linear_model, _ = import_sklearn()
+    from sklearn.linear_model import LogisticRegression
+
     shuffled = np.random.default_rng(0).permutation(len(labels))
     # In the order of labels, every fifth image makes a stratified sample.
     order = shuffled[labels[shuffled].argsort(kind="stable")]
@@ -91,7 +93,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
         )
     tolerance = _TOLERANCE / len(set(labels))
     options = {"max_iter": _ITERATIONS, "tol": tolerance, "random_state": 0}
-    linear = linear_model.LogisticRegression(warm_start=True, **options)
+    linear = LogisticRegression(warm_start=True, **options)
     with warnings.catch_warnings():
         # Reaching the maximum number of iterations is not a problem.
         warnings.simplefilter("ignore")
@@ -102,7 +104,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
             for strength in _STRENGTHS
         ]
         best = float(_STRENGTHS[np.argmax(scores)])
-        return linear_model.LogisticRegression(C=best, **options).fit(features, labels)
+        return LogisticRegression(C=best, **options).fit(features, labels)
 
 
 def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], list[str]]:
