@@ -56,13 +56,15 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
             weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
         ).fit(train, labels)
         linear = train_linear(train, np.array(labels))
-        scores = {"knn": nearest.score(test, expected), "linear": linear.score(test, expected)}
-        return {name: float(value) for name, value in (*scores.items(), ("linear_C", linear.C))}
+        return {
+            "knn": float(nearest.score(test, expected)),
+            "linear": float(linear.score(test, expected)),
+            "linear_C": float(linear.C),
+        }
 
     # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
-    what = f"probes on {images.name}"
-    scores = jobs.run(what, lambda: score() if comm.rank() == 0 else {})
-    values = comm.from_rank_0(what, lambda: scores)
+    job = lambda: score() if comm.rank() == 0 else {}  # noqa: E731
+    values = comm.broadcast(jobs.run(f"probes on {images.name}", job))
     counts = {
         "num_classes": len(set(labels)),
         "num_train": len(labels),
