@@ -128,15 +128,14 @@ def find_newest(runs: Path, name: str) -> Path | None:
                     CONFIG,
                     error,
                 )
-    passed_over: list[str] = []
-    for _, folder in sorted(found, reverse=True):
+    folders = [folder for _, folder in sorted(found, reverse=True)]
+    for position, folder in enumerate(folders):
         checkpoints = (path.parent for path in folder.glob(f"{CHECKPOINTS}/*/{META}"))
         if (folder / FINISHED).exists() or any(STEP.fullmatch(path.name) for path in checkpoints):
-            if passed_over:
-                skipped = ", ".join(passed_over)
+            if position:
+                skipped = ", ".join(map(str, folders[:position]))
                 logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
             return folder
-        passed_over.append(str(folder))
     return None
 
 
