@@ -144,7 +144,9 @@ def supervise(
             command = front_end(given, attempt_id, resume)
             codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # The run that is resumed may be in a folder other than the recipe's `runs`.
-        places = [config.runs, split_resume(resume)[0].resolve().parent if resume else config.runs]
+        places = [config.runs]
+        if resume:
+            places.append(split_resume(resume)[0].resolve().parent)
         found, agreed = find_run(places, attempt_id)
         folder = found or folder
         code = judge(found, agreed, codes)
