@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from disco_ds.config.ds_config import read_ds_config
+from disco_ds.config.ds_config import merge, read_ds_config
 from disco_ds.config.load import check_config
 from disco_ds.config.open_clip_flags import read_words
 from disco_ds.config.recipe import Config
@@ -73,6 +73,7 @@ def translate(line: str, ranks: int | None = None) -> str:
     comments.append(f"global_batch: {ranks or 1} GPU(s) x {per_rank} samples")
     name = re.sub(r"[^\w.+=@ -]", "-", str(flags.get("name", flags["model"])))
     tree: dict[str, Any] = {"name": name, "global_batch": global_batch}
+    tree["deepspeed"] = {"base": "zero1"}
     for flag, value in flags.items():
         row = table.get(flag, {"note": "not a flag of open_clip 3.3 or 4.2"})
         if row.get("translated"):
@@ -80,8 +81,7 @@ def translate(line: str, ranks: int | None = None) -> str:
         to = row.get("to") or ("" if "note" in row else row["ours"][0])
         values = row.get("values")
         if to and (values is None or value in values):
-            ours = values[value] if values else row.get("value", value)
-            assign(tree, to.split("."), ours)
+            merge(tree, _nest(to, values[value] if values else row.get("value", value)))
         else:
             where = f"{', '.join(row['ours'])}; " if "ours" in row else ""
             shown = "" if value is True else f" {value}"
@@ -89,8 +89,7 @@ def translate(line: str, ranks: int | None = None) -> str:
     for key, value in chain(
         _translate_data(flags, comments), _translate_run(flags, global_batch, comments)
     ):
-        assign(tree, key.split("."), value)
-    tree["deepspeed"] = {"base": "zero1"} | tree.get("deepspeed", {})
+        merge(tree, _nest(key, value))
     check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
     tree = {key: tree[key] for key in Config.model_fields if key in tree}  # the order of the docs
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
@@ -128,6 +127,12 @@ def _parse_number(word: str) -> Any:
         return float(word) if re.search(r"[.eE]", word) else int(word)
     except ValueError:
         return word
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    assign(tree, key.split("."), value)
+    return tree
 
 
 def _is_csv(flags: dict[str, Any]) -> bool:
