@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
     test, expected = _encode(encoder, images)
 
     def score() -> dict[str, float]:
+        if comm.rank() > 0:
+            return {}
         from sklearn.neighbors import KNeighborsClassifier
 
         nearest = KNeighborsClassifier(
@@ -55,7 +58,7 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
             metric="cosine",
             weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
         ).fit(train, labels)
-        linear = train_linear(train, np.array(labels))
+        linear = train_linear(train, labels)
         return {
             "knn": float(nearest.score(test, expected)),
             "linear": float(linear.score(test, expected)),
@@ -63,8 +66,7 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
         }
 
     # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
-    job = lambda: score() if comm.rank() == 0 else {}  # noqa: E731
-    values = comm.broadcast(jobs.run(f"probes on {images.name}", job))
+    values = comm.broadcast(jobs.run(f"probes on {images.name}", score))
     counts = {
         "num_classes": len(set(labels)),
         "num_train": len(labels),
@@ -109,7 +111,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
         return LogisticRegression(C=best, **options).fit(features, labels)
 
 
-def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], list[str]]:
+def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], NDArray[np.str_]]:
     """Encode a set on all ranks. Collective.
 
     Returns:
@@ -120,6 +122,6 @@ def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], li
         features.append(rows)
         places += [(index, label) for _, label, index in samples]
     gathered = gather_rows(torch.cat(features)).cpu().numpy()
-    found = [place for part in comm.gather_objects(places) for place in part]
-    order = sorted(range(len(found)), key=lambda row: found[row][0])
-    return gathered[order], [found[row][1] for row in order]
+    ids, labels = zip(*chain.from_iterable(comm.gather_objects(places)), strict=True)
+    order = np.argsort(ids)
+    return gathered[order], np.array(labels)[order]
