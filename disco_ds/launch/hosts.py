@@ -105,7 +105,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
 
 
 def _ask(launch: str, command: Sequence[str]) -> int | None:
-    """Run FIND by a command, and return the count that it prints; None if it does not answer within REACH_S."""
+    """Run a command that runs FIND, and return the count that FIND prints; None without an answer in REACH_S."""
     try:
         answer = subprocess.run(
             command,

@@ -93,10 +93,11 @@ def check_shared(folder: Path) -> None:
     """
     what = f"run folder {folder}"
     # The name is random, because NFS may have cached that a fixed name does not exist.
-    token = comm.from_rank_0(what, lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder))
+    made = comm.from_rank_0(what, lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder))
+    token = folder / os.path.basename(made)
     try:
         with comm.all_or_none(what):
-            if not (os.path.exists(token) and os.access(folder, os.W_OK)):
+            if not (token.exists() and os.access(folder, os.W_OK)):
                 raise ValueError(
                     "not visible or not writable, but every host writes its part of a checkpoint there; choose a "
                     "folder on a file system that all hosts share (runs=/shared/runs)"
@@ -104,7 +105,7 @@ def check_shared(folder: Path) -> None:
     finally:
         if comm.rank() == 0:
             with suppress(OSError):
-                os.rmdir(token)
+                token.rmdir()
 
 
 def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any]:
