@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import RendezvousError
 from disco_ds.distributed.watchdog import die_with_launcher
-from disco_ds.eval import Result, describe
+from disco_ds.eval import describe
 from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
 from disco_ds.runs.messages import fail_rank, set_up_logging
 
@@ -30,18 +28,15 @@ def run(args: argparse.Namespace) -> int:
         if first:
             print(describe(results), flush=True)
             if args.json:
-                write_json(args.json, args.model, results)
+                sets = [
+                    {"kind": result.kind, "name": result.name} | result.values | result.counts
+                    for result in results
+                ]
+                write_text(
+                    args.json, json.dumps({"model": args.model, "sets": sets}, indent=1) + "\n"
+                )
     except RendezvousError as error:
         return fail_rank(error, 1)
     except (*AGREED_ERRORS, OSError) as error:
         return fail_rank(error, exit_code(error), speaks=first or isinstance(error, OSError))
     return 0
-
-
-def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
-    """Write the metrics of the printed table to a JSON file, unrounded."""
-    sets = [
-        {"kind": result.kind, "name": result.name} | result.values | result.counts
-        for result in results
-    ]
-    write_text(path, json.dumps({"model": model, "sets": sets}, indent=1) + "\n")

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,10 @@ def translate(line: str, ranks: int | None = None) -> str:
             where = f"{', '.join(row['ours'])}; " if "ours" in row else ""
             shown = "" if value is True else f" {value}"
             comments.append(f"--{flag}{shown}: {where}{row['note']}")
-    for translate_some in (_translate_data, _translate_run):
-        for key, value in translate_some(flags, global_batch, comments):
-            merge(tree, _nest(key, value))
+    for key, value in chain(
+        _translate_data(flags, comments), _translate_run(flags, global_batch, comments)
+    ):
+        merge(tree, _nest(key, value))
     check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
     tree = {key: tree[key] for key in Config.model_fields if key in tree}  # the order of the docs
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
@@ -138,9 +140,7 @@ def _is_csv(flags: dict[str, Any]) -> bool:
     return is_csv or flags.get("dataset-type") == "csv"
 
 
-def _translate_data(
-    flags: dict[str, Any], global_batch: int, comments: list[str]
-) -> Iterator[tuple[str, Any]]:
+def _translate_data(flags: dict[str, Any], comments: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the data settings as (dotted name, value), and append notes for the user to `comments`."""
     shards = str(flags.get("train-data"))
     if flags.get("dataset-type") == "synthetic":

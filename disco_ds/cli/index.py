@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,16 +41,16 @@ def run(args: argparse.Namespace) -> int:
             "pass --to FILE, and train with data.manifest=FILE"
         )
     path = args.to or listing.folder / NAME
-    known = {}
-    # Without --check, a manifest that cannot be read is replaced.
-    with nullcontext() if args.check else suppress(ValueError):
-        known = read_manifest(path)
     # Counts are saved here until all shards are counted, so that a run cannot use an incomplete manifest.
     unfinished = path.with_name(f"{path.name}.partial")
-    if not args.check:
+    if args.check:
+        known = read_manifest(path)
+    else:
         _check_writable(path.parent)
-        with suppress(ValueError):
-            known |= read_manifest(unfinished)
+        known = {}
+        for file in (path, unfinished):
+            with suppress(ValueError):  # a manifest that cannot be read is replaced
+                known |= read_manifest(file)
     is_remote = bool(listing.urls)
     contents = Contents()
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
             )
         except StoreError as error:
             raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None
+    count = f"{plural(len(manifest.shards), 'shard')}, {plural(manifest.num_samples, 'sample')}"
     if not args.check:
         if not manifest.num_samples:
             unfinished.unlink(missing_ok=True)
@@ -79,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
             )
         write_manifest(manifest, path)
         unfinished.unlink(missing_ok=True)
-    count = f"{plural(len(manifest.shards), 'shard')}, {plural(manifest.num_samples, 'sample')}"
-    if not args.check:
         print(f"{path}: {count}")
         if contents.num_samples:
             print(contents.describe())

@@ -89,10 +89,6 @@ def _number(kind: type, low: float, high: float = MAX) -> Callable[[str], float]
     return read
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
     default = "" if required else " (default: the settings of the model's run)"
     parser.add_argument(
@@ -119,7 +115,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--allow-change",
-        type=_names,
+        type=lambda text: tuple(text.split(",")),
         default=(),
         metavar="KEY,...",
         help="with --resume: settings that may differ from the checkpoint's, such as "

@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 def table(memory: Memory) -> str:
     """Format the memory of a GPU as a table with a row for each part and a column for each moment of a step."""
     lines = [f"{'GiB of a GPU':16}" + "".join(f"{name:>10}" for name in memory.moments)]
-    rows = [(part, [moment[part] for moment in memory.moments.values()]) for part in PARTS]
-    rows.append(("all", [sum(moment.values()) for moment in memory.moments.values()]))
-    for part, sizes in rows:
+    columns = [{**moment, "all": sum(moment.values())} for moment in memory.moments.values()]
+    for part in (*PARTS, "all"):
+        sizes = [column[part] for column in columns]
         if part != "teacher" or any(sizes):
             lines.append(f"{part:16}" + "".join(f"{size / GIB:10.2f}" for size in sizes))
     return "\n".join(lines)

@@ -123,15 +123,14 @@ def prepare_branch(
     keys = [each.partition("=")[0] for each in overrides]
     allowed = [key for key in keys if is_within(key, MAY_BE_ALLOWED)]
     folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
-    if not (folder / CONFIG).exists():
-        links = folder / CHECKPOINTS
-        links.mkdir(parents=True, exist_ok=True)
-        link = links / checkpoint.name
+    path = folder / CONFIG
+    if not path.exists():
+        link = folder / CHECKPOINTS / checkpoint.name
+        link.parent.mkdir(parents=True, exist_ok=True)
         # The link exists already if this command was killed before it copied the settings.
         if not link.is_symlink():
             link.symlink_to(checkpoint.resolve())
-        shutil.copy(source / CONFIG, folder / CONFIG)
-    path = folder / CONFIG
+        shutil.copy(source / CONFIG, path)
     if (folder / FINISHED).exists() and load_config(path) != load_config(path, overrides):
         raise ValueError(
             f"{folder} contains a finished branch with another checkpoint or other settings: pass another --out"

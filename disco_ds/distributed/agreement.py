@@ -50,7 +50,10 @@ def find_differences(reports: list[Report]) -> list[str]:
             hosts = places.setdefault(settings.get(key, "not given"), {})
             hosts.setdefault(host, []).append(rank)
         if len(places) > 1:
-            found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in places.items()]
+            found = []
+            for value, hosts in places.items():
+                ranks_of = [f"{host} ({comm.join_ranks(ranks)})" for host, ranks in hosts.items()]
+                found.append(f"{value} on {', '.join(ranks_of)}")
             lines.append(f"{key}: {'; '.join(found)}")
     return lines
 
@@ -62,7 +65,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _join_hosts(hosts: dict[str, list[int]]) -> str:
-    return ", ".join(f"{host} ({comm.join_ranks(ranks)})" for host, ranks in hosts.items())

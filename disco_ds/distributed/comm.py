@@ -66,8 +66,7 @@ def init(timeout_s: float) -> None:
                 )
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     diagnostics.record_collectives()
     backend = get_accelerator().communication_backend_name()
     if os.environ["WORLD_SIZE"] == "1" and not torch.distributed.is_initialized():
@@ -163,8 +162,6 @@ def size(group: Group = None) -> int:
 def local_device() -> torch.device:
     """Return the accelerator device that this process uses, or the CPU if there is no accelerator."""
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         return torch.device(accelerator.current_device_name())
     return torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))

@@ -21,6 +21,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.hosts import check_all_hosts
+from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import Tiling
@@ -197,10 +198,8 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
         device: Device to run on.
     """
     model, loss, (image, text, index, group_id) = _prepare(small, device)
-    dtypes = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-    model.to(dtypes.get(kind, torch.float32))
-    with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
-        image, text, scale, bias = model(image, text)
+    model = model.double() if kind == "float64" else in_precision(model, kind)
+    image, text, scale, bias = model(image, text)
     out = loss(Embeddings(image, text, scale, bias, index, group_id))
     # Without this factor, fp16 gradients of a mean over the batch would be subnormal.
     factor = 256.0 if kind == "fp16" else 1.0

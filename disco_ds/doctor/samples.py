@@ -120,15 +120,15 @@ def find_kept(source: Source, settings: DataSettings) -> float:
     selection = Selection.load(settings.model_copy(update={"transforms": None}))
     reader = source.open(1, settings.window)
     entries = ((shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size))
-    kept = []
-    for shard, entry in islice(entries, _NUM_FILTERED):
+    places = list(islice(entries, _NUM_FILTERED))
+    num_kept = 0
+    for shard, entry in places:
         with suppress(BrokenSample), breaks_sample(OSError):
-            kept.append(False)
             selection.apply(reader.read(shard, entry), str)
-            kept[-1] = True
+            num_kept += 1
     reader.close()
     selection.check_fields()
-    return sum(kept) / max(len(kept), 1)
+    return num_kept / max(len(places), 1)
 
 
 @dataclass(frozen=True)

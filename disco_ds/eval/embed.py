@@ -11,16 +11,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import webdataset
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -50,25 +51,29 @@ _NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A sample, with the teacher's inputs unless the sample is broken or was dropped."""
+class _Inputs(NamedTuple):
+    """A sample's members, and the teacher's inputs.
 
-    shard: int
-    name: str
-    members: Members | None = None
-    images: np.ndarray | None = None
-    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image.
-
-    It is not a tensor, because a data worker would open a file for each tensor that it sends.
+    The arrays are not tensors, because a data worker would open a file for each tensor that it sends.
     """
-    key: int = 0
+
+    members: Members
+    images: np.ndarray
+    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image."""
+    key: int
     """Hash of the image. It replaces the sample's id as the key of the augmentation's random numbers."""
-    tokens: np.ndarray | None = None
+    tokens: np.ndarray
     """The tokens of the sample's captions, a row for each caption."""
+
+
+class _Item(NamedTuple):
+    """What was read for a sample."""
+
+    name: str
+    inputs: _Inputs | None = None
+    """None if the sample is left out."""
     broken: str | None = None
-    """The reason why the sample is broken, or None. If `broken` and `members` are both None, the sample was left out
-    although it is not damaged (DroppedSample)."""
+    """The reason why the sample is broken; None if it is intact, even if it is left out (DroppedSample)."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,10 @@ class _Items(Dataset):  # type: ignore[type-arg]
                     images = resize_for_evaluation(image, samples.form.image)[None]
                 tokens = samples.form.tokenize([shorten_caption(text) for text in captions])
         except DroppedSample:
-            return _Item(shard, name)
+            return _Item(name)
         except BrokenSample as error:
-            return _Item(shard, name, broken=str(error))
-        return _Item(shard, name, raw, images.numpy(), key, tokens.numpy())
+            return _Item(name, broken=str(error))
+        return _Item(name, _Inputs(raw, images.numpy(), key, tokens.numpy()))
 
 
 @dataclass(frozen=True)
@@ -149,26 +154,26 @@ class Embedder:
             DataError: If too many samples are broken.
             OSError: If a shard cannot be read or written.
         """
-        source = self._check()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._record(folder, source)
-        names = [f"{shard:06d}.tar" for shard in range(len(source.sizes))]
-        mine = [
-            shard for shard in range(rank, len(names), size) if not (folder / names[shard]).exists()
-        ]
-        with closing(self._open(source)) as samples:
-            self._write_shards(samples, mine, [folder / name for name in names])
-        if all((folder / name).exists() for name in names):
-            write_manifest(index_shards(folder))
-
-    def _check(self) -> Source:
         data = self.config.data
         if data.sources or data.source == "synthetic" or data.index == "none":
             raise ValueError(
                 "embed reads one source of counted samples: set data.shards instead of data.sources, and "
                 "data.index=manifest"
             )
-        return load_sources(data)[0]
+        source = load_sources(data)[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record(folder, source)
+        paths = [folder / f"{shard:06d}.tar" for shard in range(len(source.sizes))]
+        mine = [shard for shard in range(rank, len(paths), size) if not paths[shard].exists()]
+        form = read_form(self.model, self.tokenizer)
+        with (
+            closing(source.open_samples(data, form, VIEW_SEED, 1)) as samples,
+            closing(self._embed_shards(samples, mine)) as embedded,
+        ):
+            for shard in mine:
+                _write_shard(paths[shard], islice(embedded, source.sizes[shard]))
+        if all(path.exists() for path in paths):
+            write_manifest(index_shards(folder))
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the augmentation settings in the folder.
@@ -198,17 +203,12 @@ class Embedder:
                     f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
                 )
 
-    def _open(self, source: Source) -> Samples:
-        form = read_form(self.model, self.tokenizer)
-        return source.open_samples(self.config.data, form, VIEW_SEED, 1)
+    def _embed_shards(
+        self, samples: Samples, shards: Sequence[int]
+    ) -> Generator[tuple[str, Members] | None]:
+        """Yield the name, the members and the embeddings of each sample of some shards, in order.
 
-    def _write_shards(self, samples: Samples, shards: Sequence[int], paths: Sequence[Path]) -> None:
-        """Embed the samples of some shards, and write these shards.
-
-        Args:
-            samples: The samples of all shards.
-            shards: Numbers of the shards to write.
-            paths: Path of each shard of the data set, by its number.
+        For a sample that is left out, yield None.
         """
         sizes = samples.source.sizes
         places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
@@ -222,99 +222,80 @@ class Embedder:
             collate_fn=list,
             multiprocessing_context="forkserver" if workers else None,
         )
+        most = self.config.data.max_broken
         num_read = num_broken = 0
-        writer: _Writer | None = None
-        remaining = iter(shards)
         with tqdm(total=len(places), unit=" samples", unit_scale=True) as bar:
             for items in loader:
-                stored = self._embed([item for item in items if item.members is not None])
+                embeddings = self._embed([item.inputs for item in items if item.inputs])
+                bar.update(len(items))
                 for item in items:
-                    while writer is None or writer.shard != item.shard:
-                        if writer:
-                            writer.close()
-                        shard = next(remaining)  # a shard without samples is written, too
-                        writer = _Writer(shard, paths[shard])
                     num_read += 1
                     if item.broken is not None:
                         num_broken += 1
                         logger.warning("left out: %s: %s", item.name, item.broken)
-                        self._check_broken(num_broken, num_read)
-                    if item.members is not None:
-                        writer.add(item.name, item.members, *next(stored))
-                bar.update(len(items))
-        if writer:
-            writer.close()
-        for shard in remaining:
-            _Writer(shard, paths[shard]).close()
-
-    def _check_broken(self, num_broken: int, num_read: int) -> None:
-        most = self.config.data.max_broken
-        if num_broken > _SPARE_BROKEN + most * num_read:
-            raise DataError(
-                f"{num_broken} of {num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the fraction "
-                f"data.max_broken={most:g}"
-            )
+                    if num_broken > _SPARE_BROKEN + most * num_read:
+                        raise DataError(
+                            f"{num_broken} of {num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
+                            f"fraction data.max_broken={most:g}"
+                        )
+                    if item.inputs:
+                        yield item.name, {**item.inputs.members, **next(embeddings)}
+                    else:
+                        yield None
 
     @torch.no_grad()
-    def _embed(self, items: Sequence[_Item]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the image embeddings and the caption embeddings of each sample.
+    def _embed(self, samples: Sequence[_Inputs]) -> Iterator[Members]:
+        """Yield the new members of each sample, which store the embeddings.
 
         The image embeddings have the shape [views, width]; or [width] if `views` is 0. The caption embeddings have a
         row for each caption.
         """
-        if not items:
+        if not samples:
             return
         device = comm.local_device()
-        crops = [item.images for item in items if item.images is not None]
-        images = torch.from_numpy(np.concatenate(crops)).to(device)
+        images = torch.from_numpy(np.concatenate([each.images for each in samples])).to(device)
         if self.views:
-            views = torch.arange(self.views, device=device).repeat(len(items))
-            keys = torch.tensor([item.key for item in items], device=device)
+            views = torch.arange(self.views, device=device).repeat(len(samples))
+            keys = torch.tensor([each.key for each in samples], device=device)
             keys = keys.repeat_interleave(self.views)
             images = augment(images, views, keys, VIEW_SEED, self.config.data.augment)
-        tokens = [item.tokens for item in items if item.tokens is not None]
-        text = torch.from_numpy(np.concatenate(tokens)).to(device)
+        text = torch.from_numpy(np.concatenate([each.tokens for each in samples])).to(device)
         rows = torch.cat([self.model(image=x)[0] for x in images.split(self.batch)])
         texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)])
         found = rows.float().cpu(), texts.float().cpu()
         if not all(torch.isfinite(x).all() for x in found):
             raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
-        images_of = found[0].split([len(x) for x in crops])
-        texts_of = found[1].split([len(x) for x in tokens])
+        images_of = found[0].split([len(each.images) for each in samples])
+        texts_of = found[1].split([len(each.tokens) for each in samples])
         for image, caption in zip(images_of, texts_of, strict=True):
-            yield (image if self.views else image[0]).numpy(), caption.numpy()
+            yield {IMAGE: _pack(image if self.views else image[0]), TEXT: _pack(caption)}
 
 
-class _Writer:
-    """Writes a shard under a temporary name, and renames it when it is complete."""
+def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> None:
+    """Write a shard under a temporary name, and rename it when it is complete.
 
-    def __init__(self, shard: int, path: Path):
-        self.shard, self._path, self._num = shard, path, 0
-        self._partial = path.with_name(f".{path.name}.partial")
-        self._file = open(self._partial, "wb")  # noqa: SIM115 - close() closes it
-        self._tar = webdataset.TarWriter(self._file, encoder=False, keep_meta=True, mtime=0)
-
-    def add(self, name: str, members: Members, image: np.ndarray, text: np.ndarray) -> None:
-        """Write a sample together with its embeddings, which are converted to fp16."""
-        if bad := [key for key in members if not _NAME.fullmatch(key)]:
-            raise DataError(
-                f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; rename it, "
-                "for example in lower case"
-            )
-        key = name.partition(".tar/")[2] or f"{self._num:06d}"
-        self._num += 1
-        self._tar.write({"__key__": key, **members, IMAGE: _pack(image), TEXT: _pack(text)})
-
-    def close(self) -> None:
-        """Complete the shard, and rename it."""
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._partial, self._path)
+    Args:
+        path: The shard.
+        samples: The name and the members of each sample. None is passed over.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        with webdataset.TarWriter(file, encoder=False, keep_meta=True, mtime=0) as tar:
+            for number, (name, members) in enumerate(filter(None, samples)):
+                if bad := [member for member in members if not _NAME.fullmatch(member)]:
+                    raise DataError(
+                        f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; "
+                        "rename it, for example in lower case"
+                    )
+                key = name.partition(".tar/")[2] or f"{number:06d}"
+                tar.write({"__key__": key, **members})
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
-def _pack(array: np.ndarray) -> bytes:
+def _pack(rows: Tensor) -> bytes:
+    """Return embeddings as the content of an .npy file, in fp16."""
     file = io.BytesIO()
-    np.save(file, array.astype(np.float16))
+    np.save(file, rows.half().numpy())
     return file.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from disco_ds.distributed import comm, jobs
 from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Result
-from disco_ds.eval.sets import ImageSet, import_sklearn
+from disco_ds.eval.sets import ImageSet
 
 _NEIGHBORS, _TEMPERATURE = 20, 0.07
 """DINO's number of neighbors, and the temperature of their votes (Caron et al. 2021, section 4.1)."""
@@ -48,20 +49,24 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
     test, expected = _encode(encoder, images)
 
     def score() -> dict[str, float]:
-        _, neighbors = import_sklearn()
-        nearest = neighbors.KNeighborsClassifier(
+        if comm.rank() > 0:
+            return {}
+        from sklearn.neighbors import KNeighborsClassifier
+
+        nearest = KNeighborsClassifier(
             min(_NEIGHBORS, len(train)),
             metric="cosine",
             weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
         ).fit(train, labels)
-        linear = train_linear(train, np.array(labels))
-        scores = {"knn": nearest.score(test, expected), "linear": linear.score(test, expected)}
-        return {name: float(value) for name, value in (*scores.items(), ("linear_C", linear.C))}
+        linear = train_linear(train, labels)
+        return {
+            "knn": float(nearest.score(test, expected)),
+            "linear": float(linear.score(test, expected)),
+            "linear_C": float(linear.C),
+        }
 
     # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
-    what = f"probes on {images.name}"
-    scores = jobs.run(what, lambda: score() if comm.rank() == 0 else {})
-    values = comm.from_rank_0(what, lambda: scores)
+    values = comm.broadcast(jobs.run(f"probes on {images.name}", score))
     counts = {
         "num_classes": len(set(labels)),
         "num_train": len(labels),
@@ -80,7 +85,8 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
     Raises:
         ValueError: If the images that are not held out have fewer than two labels.
     """
-    linear_model, _ = import_sklearn()
+    from sklearn.linear_model import LogisticRegression
+
     shuffled = np.random.default_rng(0).permutation(len(labels))
     # In the order of labels, every fifth image makes a stratified sample.
     order = shuffled[labels[shuffled].argsort(kind="stable")]
@@ -91,7 +97,7 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
         )
     tolerance = _TOLERANCE / len(set(labels))
     options = {"max_iter": _ITERATIONS, "tol": tolerance, "random_state": 0}
-    linear = linear_model.LogisticRegression(warm_start=True, **options)
+    linear = LogisticRegression(warm_start=True, **options)
     with warnings.catch_warnings():
         # Reaching the maximum number of iterations is not a problem.
         warnings.simplefilter("ignore")
@@ -102,10 +108,10 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
             for strength in _STRENGTHS
         ]
         best = float(_STRENGTHS[np.argmax(scores)])
-        return linear_model.LogisticRegression(C=best, **options).fit(features, labels)
+        return LogisticRegression(C=best, **options).fit(features, labels)
 
 
-def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], list[str]]:
+def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], NDArray[np.str_]]:
     """Encode a set on all ranks. Collective.
 
     Returns:
@@ -116,6 +122,6 @@ def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], li
         features.append(rows)
         places += [(index, label) for _, label, index in samples]
     gathered = gather_rows(torch.cat(features)).cpu().numpy()
-    found = [place for part in comm.gather_objects(places) for place in part]
-    order = sorted(range(len(found)), key=lambda row: found[row][0])
-    return gathered[order], [found[row][1] for row in order]
+    ids, labels = zip(*chain.from_iterable(comm.gather_objects(places)), strict=True)
+    order = np.argsort(ids)
+    return gathered[order], np.array(labels)[order]

@@ -98,19 +98,6 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     return sets
 
 
-def import_sklearn() -> tuple[Any, Any]:
-    """Import scikit-learn's modules `linear_model` and `neighbors`.
-
-    Raises:
-        ValueError: If scikit-learn is not installed.
-    """
-    try:
-        from sklearn import linear_model, neighbors
-    except ImportError as error:
-        raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
-    return linear_model, neighbors
-
-
 def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
     folder = resolve_shards(path)
     images = _open(name, folder, data, settings.label_key, "{cls}")
@@ -147,7 +134,10 @@ def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSett
 
 
 def _load_probe(name: str, probe: Any, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    import_sklearn()
+    try:
+        import sklearn  # noqa: F401 - probes.py needs it
+    except ImportError as error:
+        raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
     train, test = (
         _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
         for path in (probe.train, probe.test)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from disco_ds.distributed import comm
-from disco_ds.eval.encode import Encoder
+from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Example, Result
 from disco_ds.eval.sets import ImageSet
 
@@ -30,38 +30,38 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     texts = encoder.encode_classes(names, labeled.templates)
     # For each image: its class, and the rank of its class, counted from 1, among all classes.
-    rows = []
+    classes, ranks = list[Tensor](), list[Tensor]()
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)
     for features, samples in encoder.encode_images(labeled):
+        numbers = [class_of[label] for _, label, _ in samples]
+        target = torch.tensor(numbers, dtype=torch.int64, device=features.device)
         scores = features @ texts.T
-        targets = torch.tensor([class_of[label] for _, label, _ in samples], dtype=torch.int64)
-        own = scores.gather(1, targets.to(scores.device)[:, None])
-        ranks = (scores >= own).sum(dim=1, keepdim=True)
-        best = scores.topk(min(3, len(names)), dim=1).indices
-        found = zip(samples, targets.tolist(), torch.cat([ranks, best], 1).tolist(), strict=True)
-        for (image, _, index), target, (rank, *nearest) in found:
-            rows.append((target, rank))
+        own = scores.gather(1, target[:, None])
+        classes.append(target)
+        ranks.append((scores >= own).sum(dim=1))
+        best = scores.topk(min(3, len(names)), dim=1).indices.tolist()
+        for (image, label, index), nearest in zip(samples, best, strict=True):
             # Examples are chosen by sample id, so that they do not depend on the number of ranks.
             if index % every == 0:
                 pixels = image.permute(1, 2, 0).numpy()
                 best_names = [names[number] for number in nearest]
-                examples[index] = Example(pixels, names[target], best_names)
-    gathered = comm.gather_objects((rows, examples))
-    classes, ranks = np.array([row for part, _ in gathered for row in part]).T
-    top1, top5 = ranks <= 1, ranks <= 5
+                examples[index] = Example(pixels, labeled.classes[label], best_names)
+    all_classes = gather_rows(torch.cat(classes)).cpu()
+    all_ranks = gather_rows(torch.cat(ranks)).cpu()
+    top1, top5 = (all_ranks <= 1).double(), (all_ranks <= 5).double()
     # Classes without a readable image have no recall; they remain possible predictions.
-    recalls = [top1[classes == number].mean() for number in np.unique(classes)]
+    recalls = [top1[all_classes == number].mean() for number in all_classes.unique()]
     values = {
-        "top1": float(top1.mean()),
-        "top5": float(top5.mean()),
-        "recall": float(np.mean(recalls)),
+        "top1": top1.mean().item(),
+        "top5": top5.mean().item(),
+        "recall": torch.stack(recalls).mean().item(),
         "chance": 1 / len(names),
     }
     counts = {
         "num_classes": len(names),
-        "num_images": len(classes),
-        "num_broken": labeled.source.num_samples - len(classes),
+        "num_images": len(top1),
+        "num_broken": labeled.source.num_samples - len(top1),
     }
-    shown = sorted(item for _, part in gathered for item in part.items())
+    shown = sorted(item for part in comm.gather_objects(examples) for item in part.items())
     return Result("zero-shot", labeled.name, values, counts, [example for _, example in shown])

@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from disco_ds.config import Config
@@ -99,20 +100,14 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
     commands = {host: [*ssh, host, shlex.join(find)] for host in hosts} or {"localhost": find}
     # Contact all hosts at the same time, so that many hosts take no longer than one.
     with ThreadPoolExecutor(len(commands)) as pool:
-        answers = list(pool.map(_ask, commands.values()))
-    counts = [re.search(rf"{re.escape(launch)}=(\d+)", answer) for answer in answers]
-    return {
-        host: int(count[1]) if count else None for host, count in zip(commands, counts, strict=True)
-    }
+        counts = pool.map(partial(_ask, launch), commands.values())
+        return dict(zip(commands, counts, strict=True))
 
 
-def _ask(command: Sequence[str]) -> str:
-    """Return the standard output of a command, to which a login shell may add lines.
-
-    If the command takes longer than REACH_S, the result is "".
-    """
-    with suppress(subprocess.TimeoutExpired):
-        return subprocess.run(
+def _ask(launch: str, command: Sequence[str]) -> int | None:
+    """Run a command that runs FIND, and return the count that FIND prints; None without an answer in REACH_S."""
+    try:
+        answer = subprocess.run(
             command,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -123,7 +118,11 @@ def _ask(command: Sequence[str]) -> str:
             timeout=REACH_S,
             check=False,
         ).stdout
-    return ""
+    except subprocess.TimeoutExpired:
+        return None
+    # A login shell may print other lines.
+    found = re.search(rf"{re.escape(launch)}=(\d+)", answer)
+    return int(found[1]) if found else None
 
 
 def wait_for_hosts(

@@ -47,7 +47,7 @@ from disco_ds.launch.hosts import (
 from disco_ds.launch.packing import pack
 from disco_ds.names import plural
 from disco_ds.runs.messages import fail_rank
-from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, split_resume
+from disco_ds.runs.run_folder import FINISHED, LAUNCHED, META, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options that make ssh notice within 20 s that a host is cut off.
@@ -117,11 +117,12 @@ def supervise(
     """
     resume = args.resume
     folder = None
-    newest = ""
+    newest: Path | None = None
     written = 0
     stuck = 0
     least = args.min_hosts or len(slots)
-    launch = new_launch_id()
+    # The id of attempt N is LAUNCH-N.
+    launch = f"launch-{secrets.token_hex(8)}"
     wait = partial(
         wait_for_hosts,
         slots,
@@ -143,7 +144,9 @@ def supervise(
             command = front_end(given, attempt_id, resume)
             codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # The run that is resumed may be in a folder other than the recipe's `runs`.
-        places = [config.runs, split_resume(resume)[0].resolve().parent if resume else config.runs]
+        places = [config.runs]
+        if resume:
+            places.append(split_resume(resume)[0].resolve().parent)
         found, agreed = find_run(places, attempt_id)
         folder = found or folder
         code = judge(found, agreed, codes)
@@ -152,8 +155,7 @@ def supervise(
             return code
         previous, newest = written, newest_checkpoint(folder)
         # Compare modification times, not names: a new checkpoint of the same step may have replaced a damaged one.
-        meta = folder / CHECKPOINTS / newest / META if folder and newest else None
-        written = meta.stat().st_mtime_ns if meta else 0
+        written = (newest / META).stat().st_mtime_ns if newest else 0
         stuck = stuck + 1 if attempt and written == previous else 0
         if signals.count or stuck == MAX_STUCK or attempt == args.restarts:
             break
@@ -165,16 +167,13 @@ def supervise(
         resume = str(folder) if newest else args.resume
         start = "the beginning"
         if resume:
-            start = f"{folder}, {newest}" if newest else f"--resume {resume}"
+            start = f"{folder}, {newest.name}" if newest else f"--resume {resume}"
         report(f"restart {attempt + 1} of {args.restarts}, from {start}")
-    hint = f"--resume latest continues from {newest}" if newest else "no checkpoint was saved"
+    hint = "no checkpoint was saved"
+    if newest:
+        hint = f"--resume latest continues from {newest.name}"
     report(f"not finished; {hint}")
     return 1
-
-
-def new_launch_id() -> str:
-    """Return a random id for this launch; its attempt N has the id `launch-HEX-N`."""
-    return f"launch-{secrets.token_hex(8)}"
 
 
 def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> list[str]:
@@ -329,10 +328,10 @@ def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
     return next((code for code in (2, 3) if code in codes), 1)
 
 
-def newest_checkpoint(folder: Path | None) -> str:
-    """Return the name of the last complete checkpoint, or an empty string if there is none."""
+def newest_checkpoint(folder: Path | None) -> Path | None:
+    """Return the last complete checkpoint of a run folder, or None if there is none."""
     complete = list_complete(folder) if folder else []
-    return complete[-1].name if complete else ""
+    return complete[-1] if complete else None
 
 
 def describe_cpu() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 
@@ -11,9 +10,7 @@ PACKED = "--packed="
 
 def pack(argv: Sequence[str]) -> str:
     """Pack the trainer's arguments into a single argument that no shell on the way to the ranks can change."""
-    # The result contains only letters, digits, - and _, because the trailing = padding is removed.
-    text = base64.urlsafe_b64encode(json.dumps(argv).encode()).decode().rstrip("=")
-    return PACKED + text
+    return PACKED + json.dumps(argv).encode().hex()
 
 
 def unpack(argv: Sequence[str]) -> list[str]:
@@ -21,8 +18,7 @@ def unpack(argv: Sequence[str]) -> list[str]:
     found: list[str] = []
     for argument in argv:
         if argument.startswith(PACKED):
-            # The decoder ignores excess padding.
-            found += json.loads(base64.urlsafe_b64decode(argument.removeprefix(PACKED) + "=="))
+            found += json.loads(bytes.fromhex(argument.removeprefix(PACKED)))
         else:
             found.append(argument)
     return found

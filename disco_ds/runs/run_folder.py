@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -129,15 +128,14 @@ def find_newest(runs: Path, name: str) -> Path | None:
                     CONFIG,
                     error,
                 )
-    passed_over: list[str] = []
-    for _, folder in sorted(found, reverse=True):
+    folders = [folder for _, folder in sorted(found, reverse=True)]
+    for position, folder in enumerate(folders):
         checkpoints = (path.parent for path in folder.glob(f"{CHECKPOINTS}/*/{META}"))
         if (folder / FINISHED).exists() or any(STEP.fullmatch(path.name) for path in checkpoints):
-            if passed_over:
-                skipped = ", ".join(passed_over)
+            if position:
+                skipped = ", ".join(map(str, folders[:position]))
                 logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
             return folder
-        passed_over.append(str(folder))
     return None
 
 
@@ -154,16 +152,6 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
         return path.parents[1], path
     return Path(resume), None
-
-
-def make_token(path: Path) -> Path:
-    """Make an empty file in a folder and return its path. A rank that sees the file sees the same folder.
-
-    The file's name is random, because NFS may have cached that a file with a fixed name does not exist.
-    """
-    token = path / f".shared-{secrets.token_hex(8)}"
-    token.touch()
-    return token
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from disco_ds.runs.run_folder import (
     find_run_folder,
     lock_folder,
     make_run_folder,
-    make_token,
 )
 from disco_ds.runs.run_log import write_log
 
@@ -93,7 +92,9 @@ def check_shared(folder: Path) -> None:
             these ranks and their hosts.
     """
     what = f"run folder {folder}"
-    token = comm.from_rank_0(what, partial(make_token, folder))
+    # The name is random, because NFS may have cached that a fixed name does not exist.
+    made = comm.from_rank_0(what, lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder))
+    token = folder / os.path.basename(made)
     try:
         with comm.all_or_none(what):
             if not (token.exists() and os.access(folder, os.W_OK)):
@@ -104,7 +105,7 @@ def check_shared(folder: Path) -> None:
     finally:
         if comm.rank() == 0:
             with suppress(OSError):
-                token.unlink()
+                token.rmdir()
 
 
 def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any]:

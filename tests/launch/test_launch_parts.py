@@ -166,7 +166,7 @@ def test_run_is_found_among_the_launch_files_of_other_programs(tmp_path: Path) -
 
 
 def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
-    assert newest_checkpoint(None) == newest_checkpoint(tmp_path) == ""
+    assert newest_checkpoint(None) is newest_checkpoint(tmp_path) is None
     for name in (
         "step-99999999",
         "step-100000000",
@@ -176,7 +176,7 @@ def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
         (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
         (tmp_path / CHECKPOINTS / name / META).touch()
     (tmp_path / CHECKPOINTS / "step-400000000").mkdir()
-    assert newest_checkpoint(tmp_path) == "step-100000000"
+    assert newest_checkpoint(tmp_path) == tmp_path / CHECKPOINTS / "step-100000000"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
             start = time.monotonic()
             if number == flipped:
                 time.sleep(0.2)  # wait until a save in progress is renamed
-                newest = run / CHECKPOINTS / newest_checkpoint(run)
+                newest = newest_checkpoint(run)
+                assert newest is not None
                 flip(max((newest / "engine").iterdir(), key=lambda file: file.stat().st_size))
             if kind == "wrapper":
                 # On several hosts, the run continues without the wrapper. Do what a person would: end the run, and
