@@ -201,19 +201,19 @@ class _FastCLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         b = len(rows)
         group = loss.group
-        tiling = loss.tiling.on(rows.device)
-        rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = Gathered(columns, tiling, loss.comm_dtype, group)
-        cosines = pair_cosines(rows, cross.own, tiling)
+        cross = Gathered(columns, loss)
+        rows, columns = cross.tiling.hold(rows), cross.own
+        cosines = pair_cosines(rows, columns, cross.tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
         # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
         # which the shift is computed. In that case, subtract a separate maximum in each sum.
-        if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group)():
+        others = torch.stack([sums.rows, sums.columns])
+        if shift is not None and not shift_fits(shift, others, group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
-        others = torch.stack([sums.rows, sums.columns])
+            others = torch.stack([sums.rows, sums.columns])
         x = scales * cosines
         # g is a mean: the sum of exp(logit - positive pair's logit), divided by the number of other samples.
         count = math.log(b * comm.size(group) - 1)
@@ -232,8 +232,7 @@ class _FastCLIP(torch.autograd.Function):
         ctx.shift = shift
         ctx.gamma = gamma
         ctx.loss = loss
-        ctx.tiling = tiling
-        ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
+        ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
         hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
         ctx.mark_non_differentiable(log_u, *hits)
@@ -245,7 +244,7 @@ class _FastCLIP(torch.autograd.Function):
         needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
         loss: FastCLIPLoss = ctx.loss
         gamma = ctx.gamma
-        tiling = ctx.tiling
+        tiling = ctx.cross.tiling
         b = len(rows)
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None

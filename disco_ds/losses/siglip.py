@@ -19,22 +19,18 @@ from disco_ds.losses.base import (
     LossOutput,
     Teacher,
     count_hits,
-    global_metrics,
     register_loss,
 )
 from disco_ds.losses.blocks import (
     GroupedLoss,
     add_pairs,
-    assign_sides,
     divisible_scale,
     inner_product,
     multiply_gradients,
     pair_cosines,
-    to_comm_dtype,
     zero_gradient,
 )
 from disco_ds.losses.kernels import Block, Groups, SigmoidTarget, full_dtype, sigmoid_block
-from disco_ds.losses.teacher import teacher_metrics
 
 
 @register_loss("siglip")
@@ -68,23 +64,7 @@ class SigLIPLoss(GroupedLoss):
                 "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
                 "let the argument `forward` return logit_bias as the fourth value"
             )
-        groups, metrics = self.find_groups(embeddings)
-        rows, columns, swap = assign_sides(embeddings)
-        value, parts, *hits = _SigLIP.apply(
-            rows,
-            columns,
-            embeddings.scale,
-            embeddings.bias,
-            self,
-            groups,
-            [(t.text, t.image, t) if swap else (t.image, t.text, t) for t in embeddings.teacher],
-            torch.is_grad_enabled(),
-        )
-        if swap:
-            hits.reverse()
-        others = teacher_metrics(embeddings, parts, self.group) if embeddings.teacher else {}
-        metrics |= global_metrics(value, hits, len(rows), self.group, others)
-        return LossOutput(value, metrics)
+        return self.compute(_SigLIP, embeddings, embeddings.bias)
 
 
 class _SigLIP(torch.autograd.Function):
@@ -94,21 +74,21 @@ class _SigLIP(torch.autograd.Function):
         rows: Tensor,
         columns: Tensor,
         scale: Tensor,
-        bias: Tensor,
         loss: SigLIPLoss,
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
+        bias: Tensor,
     ) -> tuple[Tensor | None, ...]:
         b = len(rows)
         group = loss.group
         tiling = loss.tiling.on(rows.device)
-        needs_rows, needs_columns, needs_scale, needs_bias = (
-            trains and needed for needed in ctx.needs_input_grad[:4]
+        needs_rows, needs_columns, needs_scale, *_, needs_bias = (
+            trains and needed for needed in ctx.needs_input_grad
         )
         scale = divisible_scale(scale.detach())
         rows = tiling.hold(rows)
-        sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
+        sent = loss.round_sent(columns)
         z = scale * pair_cosines(rows, sent, tiling) + bias.double()
         scales = scale.expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
@@ -188,7 +168,8 @@ class _SigLIP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *multiply_gradients(ctx, upstream), None, None, None, None
+        *gradients, d_bias = multiply_gradients(ctx, upstream)
+        return *gradients, None, None, None, None, d_bias
 
 
 class _SigmoidTargets:
@@ -211,7 +192,7 @@ class _SigmoidTargets:
         # The tiles need a positive scale.
         self.scale = scale.abs()
         self.rows = self.tiling.hold(rows * scale.sign().to(rows.dtype))
-        self.sent = to_comm_dtype(self.tiling.hold(columns), loss.comm_dtype)
+        self.sent = loss.round_sent(columns)
         bias = teacher.bias
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
         self.y = self.scale * pair_cosines(self.rows, self.sent, self.tiling) + self.bias
