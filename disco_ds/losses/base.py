@@ -191,8 +191,16 @@ class Loss(nn.Module):
                 f"{type(self).__name__} takes one Embeddings(image, text, scale), got {got}; ClipLoss and SigLipLoss "
                 "take the features and the scale separately, as in open_clip"
             )
-        if bool(embeddings.teacher) != (self.teacher_weight is not None):
-            raise ValueError(self._describe_teacher())
+        name = type(self).__name__
+        if self.teacher_weight is None and embeddings.teacher:
+            raise ValueError(
+                f"Embeddings have a teacher, but {name} does not use it: set the option teacher_weight (from 0 to 1) "
+                "of clip, disco, disco_fused, inf_cl or siglip"
+            )
+        if self.teacher_weight is not None and not embeddings.teacher:
+            raise ValueError(
+                f"{name} has teacher_weight={self.teacher_weight}, but Embeddings have no teacher"
+            )
         if embeddings.teacher and not self.teacher_weight:
             embeddings = replace(embeddings, teacher=())
         out = super().__call__(embeddings)
@@ -201,18 +209,6 @@ class Loss(nn.Module):
                 f"{type(self).__module__}:{type(self).__qualname__}.forward {problem}"
             )
         return out
-
-    def _describe_teacher(self) -> str:
-        """Return the error message for a teacher that this loss does not use, or for one that it needs and lacks."""
-        name = type(self).__name__
-        if self.teacher_weight is not None:
-            return (
-                f"{name} has teacher_weight={self.teacher_weight}, but Embeddings have no teacher"
-            )
-        return (
-            f"Embeddings have a teacher, but {name} does not use it: set the option teacher_weight (from 0 to 1) of "
-            "clip, disco, disco_fused, inf_cl or siglip"
-        )
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
         """Prepare for data of this size. Called once, before the first forward.
