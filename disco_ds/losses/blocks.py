@@ -76,16 +76,6 @@ class TiledLoss(Loss):
         self.comm_dtype = None if comm_dtype is None else DTYPES[comm_dtype]
         self.group = group
 
-    def round_sent(self, columns: Tensor) -> Tensor:
-        """Round columns as for the tiles, and then to the dtype in which they are sent to other ranks.
-
-        Float64 features, used in exactness tests, stay float64.
-        """
-        held = self.tiling.on(columns.device).hold(columns)
-        if self.comm_dtype is None or held.dtype == torch.float64:
-            return held
-        return held.to(self.comm_dtype)
-
     def compute(
         self, function: type[torch.autograd.Function], embeddings: Embeddings, *options: Any
     ) -> LossOutput:
@@ -193,8 +183,13 @@ class _Columns:
         self.tiling = loss.tiling.on(columns.device)
         self.group = loss.group
         self.groups = groups
-        self.own = loss.round_sent(columns)
-        """This rank's columns as they are sent, [b, D]."""
+        self.own = self.tiling.hold(columns)
+        """This rank's columns, [b, D]: rounded as for the tiles, and then to the dtype in which they are sent.
+
+        Float64 columns, used in exactness tests, stay float64.
+        """
+        if loss.comm_dtype is not None and self.own.dtype != torch.float64:
+            self.own = self.own.to(loss.comm_dtype)
 
 
 class Gathered(_Columns):
@@ -327,7 +322,7 @@ class Ring(_Columns):
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             nonlocal largest, positives
-            part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
+            part = softmax_sums(self.block(rows, block[0], scales[0, :1], owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             torch.logaddexp(total, part.rows, out=total)
             if part.positives is not None:
@@ -368,7 +363,7 @@ class Ring(_Columns):
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
             # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
             # so they travel with the owner's columns.
-            current = self._block(rows, columns, scales, owner, shift)
+            current = self.block(rows, columns, scales[0, :1], owner, shift)
             targets = [
                 each.for_columns(others[2 * k], others[2 * k + 1], current.first)
                 for k, each in enumerate(teachers)
@@ -387,8 +382,8 @@ class Ring(_Columns):
         found = ring.circulate(sent, visit, _add_parts, self.group)
         return d_rows, found[0] if found else None
 
-    def _block(
-        self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
+    def block(
+        self, rows: Tensor, columns: Tensor, scale: Tensor, owner: int, shift: Tensor | None = None
     ) -> Block:
         """Return the block of this rank's rows and the columns of the rank `owner`.
 
@@ -396,7 +391,8 @@ class Ring(_Columns):
         """
         first = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
-        return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling, groups)
+        scales = scale.expand(len(rows))
+        return Block(rows, columns, scales, scales, first, shift, self.tiling, groups)
 
 
 Blocks = Gathered | Ring
