@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.losses.base import Embeddings, LossOutput, Teacher, count_hits
+from disco_ds.losses.base import Teacher, count_hits
 from disco_ds.losses.blocks import (
     Blocks,
     Softmaxes,
@@ -24,27 +24,20 @@ from disco_ds.losses.blocks import (
 from disco_ds.losses.kernels import Groups, full_dtype
 
 
-def infonce(
-    embeddings: Embeddings, make_blocks: type[Blocks], loss: TiledLoss, shared: bool = False
-) -> LossOutput:
-    """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities. Collective.
+class InfoNCE(torch.autograd.Function):
+    """InfoNCE under the contract of base.py, without storing the matrix of similarities. For TiledLoss.compute.
 
     If gradients are needed, forward computes them, and backward only multiplies them by the upstream gradient. They are
     correct only if the upstream gradient is the same on every rank, as it is if the loss is averaged over ranks.
 
     Args:
-        embeddings: Features and scale of this rank.
         make_blocks: Gathered or Ring, which compare this rank's rows with the columns of all ranks.
-        loss: Provides the tiling, the comm dtype and the process group.
         shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
             view contains all other views of the global batch, first and second ones.
 
     Source: docs/losses.md sections 1 and 2.
     """
-    return loss.compute(_InfoNCE, embeddings, make_blocks, shared)
 
-
-class _InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -58,6 +51,7 @@ class _InfoNCE(torch.autograd.Function):
         make_blocks: type[Blocks],
         shared: bool,
     ) -> tuple[Tensor | None, ...]:
+        """Compute what TiledLoss.compute expects, and the gradients. Collective."""
         student = Softmaxes(
             rows, columns, scale, make_blocks, loss, groups, shared, maxima=loss.accuracy
         )
@@ -100,6 +94,7 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Multiply the gradients that forward computed by the upstream gradient."""
         return *multiply_gradients(ctx, upstream), None, None, None, None, None, None
 
 
