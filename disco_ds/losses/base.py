@@ -49,22 +49,7 @@ class Teacher:
     """[1], the teacher's logit bias, which only the sigmoid loss uses. None: 0."""
 
     def __post_init__(self) -> None:
-        image, text = self.image, self.text
-        check_tensors(image=image, text=text, scale=self.scale)
-        if image.dim() != 2 or image.shape != text.shape or self.scale.shape != (1,):
-            raise ValueError(
-                "a teacher needs image and text [b, D] of the same shape and scale [1], got "
-                f"{tuple(image.shape)}, {tuple(text.shape)} and {tuple(self.scale.shape)}"
-            )
-        if image.dtype != text.dtype or not image.is_floating_point():
-            raise ValueError(
-                "a teacher needs image and text of the same floating dtype, got "
-                f"{image.dtype} and {text.dtype}"
-            )
-        if self.bias is not None and self.bias.shape != (1,):
-            raise ValueError(
-                f"a teacher's bias must have shape [1], got {list(self.bias.shape)}; reshape it with bias.view(1)"
-            )
+        _check_features(self, "a teacher's ")
 
 
 @dataclass(frozen=True)
@@ -88,22 +73,10 @@ class Embeddings:
     """The features of the teachers, for a loss with the option teacher_weight (docs/losses.md section 9)."""
 
     def __post_init__(self) -> None:
-        image, text = self.image, self.text
-        check_tensors(image=image, text=text, scale=self.scale)
-        if self.bias is not None:
-            check_tensors(bias=self.bias)
-        alike = image.shape == text.shape and image.dtype == text.dtype
-        if image.dim() != 2 or not alike or not image.is_floating_point():
-            raise ValueError(
-                "image and text must be [b, D] tensors of the same shape and the same floating dtype, got "
-                f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
-            )
+        _check_features(self)
+        image = self.image
         if not len(image):
             raise ValueError("image and text have no rows; pass at least one pair")
-        for name in ("scale", "bias"):
-            value = getattr(self, name)
-            if value is not None and value.shape != (1,):
-                raise ValueError(f"{name} must have shape [1], got {tuple(value.shape)}")
         for name in ("index", "group_id"):
             ids = getattr(self, name)
             if ids is not None and ids.shape != image.shape[:1]:
@@ -125,6 +98,30 @@ class Embeddings:
             raise ValueError(
                 f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "
                 "for example by numbering the groups or hashing their names"
+            )
+
+
+def _check_features(features: Embeddings | Teacher, owner: str = "") -> None:
+    """Check the features, the scale and the bias. Error messages begin with `owner`.
+
+    Raises:
+        ValueError: If one of them is not a tensor, or has an unexpected shape or dtype.
+    """
+    image, text = features.image, features.text
+    learned = {"scale": features.scale}
+    if features.bias is not None:
+        learned["bias"] = features.bias
+    check_tensors(image=image, text=text, **learned)
+    alike = image.shape == text.shape and image.dtype == text.dtype
+    if image.dim() != 2 or not alike or not image.is_floating_point():
+        raise ValueError(
+            f"{owner}image and text must be [b, D] tensors of the same shape and the same floating dtype, got "
+            f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
+        )
+    for name, value in learned.items():
+        if value.shape != (1,):
+            raise ValueError(
+                f"{owner}{name} must have shape [1], got {list(value.shape)}; reshape it with {name}.view(1)"
             )
 
 
@@ -194,8 +191,16 @@ class Loss(nn.Module):
                 f"{type(self).__name__} takes one Embeddings(image, text, scale), got {got}; ClipLoss and SigLipLoss "
                 "take the features and the scale separately, as in open_clip"
             )
-        if bool(embeddings.teacher) != (self.teacher_weight is not None):
-            raise ValueError(self._describe_teacher())
+        name = type(self).__name__
+        if self.teacher_weight is None and embeddings.teacher:
+            raise ValueError(
+                f"Embeddings have a teacher, but {name} does not use it: set the option teacher_weight (from 0 to 1) "
+                "of clip, disco, disco_fused, inf_cl or siglip"
+            )
+        if self.teacher_weight is not None and not embeddings.teacher:
+            raise ValueError(
+                f"{name} has teacher_weight={self.teacher_weight}, but Embeddings have no teacher"
+            )
         if embeddings.teacher and not self.teacher_weight:
             embeddings = replace(embeddings, teacher=())
         out = super().__call__(embeddings)
@@ -204,18 +209,6 @@ class Loss(nn.Module):
                 f"{type(self).__module__}:{type(self).__qualname__}.forward {problem}"
             )
         return out
-
-    def _describe_teacher(self) -> str:
-        """Return the error message for a teacher that this loss does not use, or for one that it needs and lacks."""
-        name = type(self).__name__
-        if self.teacher_weight is not None:
-            return (
-                f"{name} has teacher_weight={self.teacher_weight}, but Embeddings have no teacher"
-            )
-        return (
-            f"Embeddings have a teacher, but {name} does not use it: set the option teacher_weight (from 0 to 1) of "
-            "clip, disco, disco_fused, inf_cl or siglip"
-        )
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
         """Prepare for data of this size. Called once, before the first forward.

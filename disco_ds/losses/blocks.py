@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,13 @@ from torch import Tensor
 
 from disco_ds.distributed import comm, ring
 from disco_ds.distributed.comm import DTYPES
-from disco_ds.losses.base import Embeddings, Loss, check_teacher_weight
+from disco_ds.losses.base import (
+    Embeddings,
+    Loss,
+    LossOutput,
+    check_teacher_weight,
+    global_metrics,
+)
 from disco_ds.losses.kernels import (
     Block,
     Groups,
@@ -33,6 +39,7 @@ from disco_ds.losses.kernels import (
     softmax_gradient,
     softmax_sums,
 )
+from disco_ds.losses.teacher import teacher_metrics
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 SameGroup = Literal["negatives", "ignored", "positives"]
@@ -68,6 +75,35 @@ class TiledLoss(Loss):
         self.tiling = Tiling(tile, precision, impl)
         self.comm_dtype = None if comm_dtype is None else DTYPES[comm_dtype]
         self.group = group
+
+    def compute(
+        self, function: type[torch.autograd.Function], embeddings: Embeddings, *options: Any
+    ) -> LossOutput:
+        """Compute the loss with an autograd function that takes the sides of `assign_sides`. Collective.
+
+        Args:
+            function: Its inputs are the rows, the columns, the scale, this loss, the groups, the teachers, whether
+                gradients are enabled, and `options`. A teacher is a tuple: its features of the rows' side, those of the
+                columns' side, and the Teacher. It returns this rank's share of the loss, `parts` of `teacher_metrics`
+                or None, and the results of `count_hits` for rows and columns.
+            embeddings: Features of this rank.
+            options: Further inputs of the function.
+        """
+        groups, metrics = self.find_groups(embeddings)
+        rows, columns, swap = assign_sides(embeddings)
+        teachers = [
+            (t.text, t.image, t) if swap else (t.image, t.text, t) for t in embeddings.teacher
+        ]
+        trains = torch.is_grad_enabled()
+        value, parts, *hits = function.apply(
+            rows, columns, embeddings.scale, self, groups, teachers, trains, *options
+        )
+        if swap:
+            hits.reverse()
+        others = teacher_metrics(embeddings, parts, self.group) if teachers else {}
+        return LossOutput(
+            value, global_metrics(value, hits, len(rows), self.group, others) | metrics
+        )
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:
         """Find the pairs of the global batch that share a group with other pairs. Collective.
@@ -134,38 +170,42 @@ class GroupedLoss(TiledLoss):
             )
 
 
-class Gathered:
-    """The columns of all ranks, gathered in one B x D tensor. This is faster than Ring if the tensor fits in memory.
-
-    The gradient of the columns, if needed, takes a second tensor of this size.
-
-    `sums` and `gradient` are collective: every rank must call them, in the same order.
+class _Columns:
+    """The columns with which a rank's rows are compared.
 
     Args:
-        columns: [b, D], as returned by Tiling.hold.
-        comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
+        columns: [b, D], this rank's columns.
+        loss: Provides the tiling, the dtype in which columns are sent, and the process group.
         groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
 
-    own: Tensor
-    """This rank's columns, rounded to the dtype in which they are sent, [b, D]."""
-
-    def __init__(
-        self,
-        columns: Tensor,
-        tiling: Tiling,
-        comm_dtype: torch.dtype | None,
-        group: Any,
-        groups: Groups | None = None,
-    ):
-        self.tiling = tiling
+    def __init__(self, columns: Tensor, loss: TiledLoss, groups: Groups | None = None):
+        self.tiling = loss.tiling.on(columns.device)
+        self.group = loss.group
         self.groups = groups
-        self.group = group
-        sent = to_comm_dtype(columns, comm_dtype)
-        self.columns = comm.gather(sent, group=group) if comm.size(group) > 1 else sent
-        self.first = comm.rank(group) * len(columns)  # index of this rank's first column
+        self.own = self.tiling.hold(columns)
+        """This rank's columns, [b, D]: rounded as for the tiles, and then to the dtype in which they are sent.
+
+        Float64 columns, used in exactness tests, stay float64.
+        """
+        if loss.comm_dtype is not None and self.own.dtype != torch.float64:
+            self.own = self.own.to(loss.comm_dtype)
+
+
+class Gathered(_Columns):
+    """The columns of all ranks, gathered in one B x D tensor. This is faster than Ring if the tensor fits in memory.
+
+    The gradient of the columns, if needed, takes a second tensor of this size. The constructor, `sums` and `gradient`
+    are collective: every rank must call them, in the same order.
+    """
+
+    def __init__(self, columns: Tensor, loss: TiledLoss, groups: Groups | None = None):
+        super().__init__(columns, loss, groups)
+        self.columns = self.own
+        if comm.size(self.group) > 1:
+            self.columns = comm.gather(self.own, group=self.group)
+        self.first = comm.rank(self.group) * len(columns)  # index of this rank's first column
         self.mine = slice(self.first, self.first + len(columns))
-        self.own = self.columns[self.mine]
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the logarithm of the sum of exponentials over each of this rank's rows and each of its columns.
@@ -207,7 +247,7 @@ class Gathered:
         needs_rows: bool,
         needs_columns: bool,
         moments: Tensor | None = None,
-        soft_targets: Sequence[SoftTargets] = (),
+        teachers: Sequence[Softmaxes] = (),
         target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
@@ -223,9 +263,9 @@ class Gathered:
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
-            soft_targets: One for each teacher.
+            teachers: The teachers' softmaxes, whose probabilities are soft targets.
             target_gradient: [b, D], receives the part of the rows' gradient that the caller must subtract (see
-                softmax_gradient). Required with soft_targets.
+                softmax_gradient). Required with teachers.
 
         Returns:
             The two gradients, [b, D] each; None if not needed.
@@ -239,7 +279,7 @@ class Gathered:
         column_shifts = self._gather_vector(shifts[1])
         targets = [
             each.for_columns(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
-            for each in soft_targets
+            for each in teachers
         ]
         softmax_gradient(
             block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, target_gradient
@@ -268,29 +308,11 @@ class Gathered:
         )
 
 
-class Ring:
+class Ring(_Columns):
     """The columns of all ranks, sent around a ring block by block, so that no tensor grows with the global batch.
 
     All scales must be equal. `sums` and `gradient` are collective: every rank must call them, in the same order.
-
-    Args:
-        columns: [b, D], as returned by Tiling.hold.
-        comm_dtype: Dtype in which the columns are sent. None: the dtype of `columns`.
-        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
     """
-
-    def __init__(
-        self,
-        columns: Tensor,
-        tiling: Tiling,
-        comm_dtype: torch.dtype | None,
-        group: Any,
-        groups: Groups | None = None,
-    ):
-        self.tiling = tiling
-        self.group = group
-        self.groups = groups
-        self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
@@ -300,7 +322,7 @@ class Ring:
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             nonlocal largest, positives
-            part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
+            part = softmax_sums(self.block(rows, block[0], scales[0, :1], owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             torch.logaddexp(total, part.rows, out=total)
             if part.positives is not None:
@@ -322,7 +344,7 @@ class Ring:
         shift: Tensor | None,
         needs_rows: bool,
         needs_columns: bool,
-        soft_targets: Sequence[SoftTargets] = (),
+        teachers: Sequence[Softmaxes] = (),
         target_gradient: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients that Gathered.gradient computes, processing the columns of one rank at a time.
@@ -331,7 +353,7 @@ class Ring:
         """
         d_rows = zero_gradient(rows) if needs_rows else None
         sent = [self.own, shifts[1]]
-        for each in soft_targets:
+        for each in teachers:
             sent += [each.blocks.own, each.lse[1]]
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
@@ -341,10 +363,10 @@ class Ring:
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
             # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
             # so they travel with the owner's columns.
-            current = self._block(rows, columns, scales, owner, shift)
+            current = self.block(rows, columns, scales[0, :1], owner, shift)
             targets = [
                 each.for_columns(others[2 * k], others[2 * k + 1], current.first)
-                for k, each in enumerate(soft_targets)
+                for k, each in enumerate(teachers)
             ]
             softmax_gradient(
                 current,
@@ -360,8 +382,8 @@ class Ring:
         found = ring.circulate(sent, visit, _add_parts, self.group)
         return d_rows, found[0] if found else None
 
-    def _block(
-        self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
+    def block(
+        self, rows: Tensor, columns: Tensor, scale: Tensor, owner: int, shift: Tensor | None = None
     ) -> Block:
         """Return the block of this rank's rows and the columns of the rank `owner`.
 
@@ -369,39 +391,80 @@ class Ring:
         """
         first = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
-        return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling, groups)
+        scales = scale.expand(len(rows))
+        return Block(rows, columns, scales, scales, first, shift, self.tiling, groups)
 
 
 Blocks = Gathered | Ring
 
 
-@dataclass
-class SoftTargets:
-    """One teacher's soft targets for this rank's pairs: softmaxes over the rows and columns of its similarities."""
+class Softmaxes:
+    """The softmaxes over the rows and columns of the student's similarities, or of a teacher's. Collective.
 
-    blocks: Any
-    """Gathered or Ring, with the teacher's columns."""
-    rows: Tensor
-    """[b, D'], the teacher's rows, negated if the teacher's scale is negative."""
-    scale: Tensor
-    """[1] float64, the absolute value of the teacher's scale."""
-    shift: Tensor | None
-    """[1] float64, subtracted from all of the teacher's logits before exp. None: a separate maximum is subtracted for
-    each row and each column."""
-    x: Tensor
-    """[b] float64, the teacher's logits of the positive pairs."""
-    others: Tensor
-    """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the positive pair."""
-    weight: float
-    """Weight of this teacher in the loss."""
-    weighted_columns: Tensor | None = None
-    """[b, D'], sums of the teacher's columns, weighted by its probabilities, times Tiling.gain and `weight`. None: not
-    needed."""
+    The sums are computed with a shift, which may not fit. If `fits` returns False, call `drop_shift`.
+
+    Args:
+        rows: [b, D].
+        columns: [b, D].
+        scale: [1].
+        make_blocks: Gathered or Ring, which compare this rank's rows with the columns of all ranks.
+        loss: Provides the tiling, the comm dtype and the process group.
+        groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
+        shared: True for NT-Xent, whose sums also compare rows with rows, and columns with columns.
+        maxima: Also find the largest exponents.
+        weight: A teacher's weight in the loss.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        make_blocks: type[Blocks],
+        loss: TiledLoss,
+        groups: Groups | None = None,
+        shared: bool = False,
+        maxima: bool = False,
+        weight: float = 1.0,
+    ):
+        self.tiling = loss.tiling.on(rows.device)
+        self.maxima = maxima
+        self.weight = weight
+        self.blocks: Any = make_blocks(columns, loss, groups)
+        self.same = (make_blocks(rows, loss), self.blocks) if shared else ()
+        """For NT-Xent, the blocks that compare rows with rows and columns with columns; otherwise ()."""
+        self.rows = self.tiling.hold(rows)
+        self.columns = self.blocks.own
+        self.scale = divisible_scale(scale.detach())
+        """[1] float64, not 0."""
+        self.signed = self.rows, self.columns
+        """Rows and columns as the tiles multiply them. If the scale is negative, its sign is moved to these."""
+        self.signed_scale = self.scale
+        self.x = self.scale * pair_cosines(self.rows, self.columns, self.tiling)
+        """[b] float64, the logits of the positive pairs."""
+        self.weighted_columns: Tensor | None = None
+        """[b, D], sums of a teacher's columns, weighted by its probabilities, times Tiling.gain and `weight`."""
+        self.shift: Tensor | None = overflow_shift(*self.signed, self.scale, loss.group)
+        """[1] float64, subtracted from all logits before exp. None: a separate maximum for each row and column."""
+        self._compute_sums()
+        self.fits = shift_fits(self.shift, self.lse, loss.group)
+
+    def drop_shift(self) -> None:
+        """Compute the sums again, and subtract a separate maximum in each sum. Collective."""
+        self.shift = None
+        rows, columns = self.signed
+        self.signed = self.absorb_sign(rows), self.absorb_sign(columns)
+        self.signed_scale = self.scale.abs()
+        self._compute_sums()
+
+    def absorb_sign(self, features: Tensor) -> Tensor:
+        """Multiply features by the sign of the scale, because the tiles need a positive scale."""
+        return features * torch.where(self.scale < 0, -1, 1).to(features.dtype)
 
     @property
-    def lse(self) -> Tensor:
-        """[2, b], logarithms of the sums of exp(logit) over each row and each column, with the positive pair."""
-        return torch.logaddexp(self.others, self.x)
+    def scales(self) -> Tensor:
+        """[2, b], the scale of each row and each column, without a sign that `signed` contains."""
+        return self.signed_scale.expand(2, len(self.rows))
 
     @property
     def negative_mass(self) -> Tensor:
@@ -412,15 +475,29 @@ class SoftTargets:
         """Return the targets for one block of columns.
 
         Args:
-            columns: [m, D'], the teacher's columns.
+            columns: [m, D], the teacher's columns.
             column_lse: [m], the entries of lse[1] for these columns.
             first: Row i and column i + first are a positive pair; None if the block has no positive pairs.
         """
-        row_scale = self.scale.expand(len(self.rows))
-        column_scale = self.scale.expand(len(columns))
-        tiling = self.blocks.tiling
-        block = Block(self.rows, columns, row_scale, column_scale, first, self.shift, tiling)
+        rows, _ = self.signed
+        row_scale = self.signed_scale.expand(len(rows))
+        column_scale = self.signed_scale.expand(len(columns))
+        block = Block(rows, columns, row_scale, column_scale, first, self.shift, self.tiling)
         return Target(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
+
+    def _compute_sums(self) -> None:
+        sums = self.blocks.sums(self.signed[0], self.scales, self.shift, self.maxima)
+        totals = (sums.rows, sums.rows_max), (sums.columns, sums.columns_max)
+        for block, views, (total, largest) in zip(self.same, self.signed, totals, strict=False):
+            part = block.sums(views, self.scales, self.shift, self.maxima)
+            torch.logaddexp(total, part.rows, out=total)
+            if largest is not None and part.rows_max is not None:
+                torch.maximum(largest, part.rows_max, out=largest)
+        self.sums = sums
+        self.others = torch.stack([sums.rows, sums.columns])
+        """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the pair."""
+        self.lse = torch.logaddexp(self.others, self.x)
+        """[2, b] float64, the same sums with the pair."""
 
 
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
@@ -436,11 +513,6 @@ def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
     if swap:
         return embeddings.text, embeddings.image, True
     return embeddings.image, embeddings.text, False
-
-
-def to_comm_dtype(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
-    """Round features to the dtype in which they are sent. Float64 features, used in exactness tests, stay float64."""
-    return held if comm_dtype is None or held.dtype == torch.float64 else held.to(comm_dtype)
 
 
 def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -506,7 +578,7 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
     )
 
 
-def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
+def shift_fits(shift: Tensor, sums: Tensor, group: Any) -> Callable[[], bool]:
     """Start to check that this shift suits every sum of every rank. Collective: one all_reduce.
 
     `sums` are logarithms of sums of exponentials. If one of them is more than 58 below the shift, the shift does not
@@ -516,9 +588,8 @@ def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
         A function that waits for the result of the check and returns it. It does not wait for work that is queued on
         the device after this call.
     """
-    lowest = torch.stack([x.min() for x in sums]).min()
     # If a sum is NaN, the comparison is False on every rank.
-    fits = -comm.all_reduce_max(-lowest, group) >= shift[0] - 58
+    fits = -comm.all_reduce_max(-sums.min(), group) >= shift[0] - 58
     if not fits.is_cuda:
         return lambda: bool(fits)
     copy = fits.to("cpu", non_blocking=True)

@@ -11,33 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import (
-    Embeddings,
-    Loss,
-    LossOutput,
-    check_teacher_weight,
-    global_metrics,
-    register_loss,
-)
+from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.kernels import full_dtype
-from disco_ds.losses.teacher import add_teacher_loss
+from disco_ds.losses.whole_rows import WholeRowsLoss
 
 
 @register_loss("clip")
-class FullMatrixLoss(Loss):
+class FullMatrixLoss(WholeRowsLoss):
     """InfoNCE over the global batch, with O(B^2 D) work and O(B^2) memory on each rank.
 
     Every rank computes the whole matrix, which gives it the whole gradient of its own rows, so only forward
     communicates. Collective: every rank must call this. Source: docs/losses.md section 1; DisCo-CLIP equation 1.
-    """
 
-    def __init__(self, group: Any = None, teacher_weight: float | None = None):
-        super().__init__()
-        self.group = group
-        self.teacher_weight = check_teacher_weight(teacher_weight)
+    The options are those of WholeRowsLoss (whole_rows.py).
+    """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from the whole B x B matrix of logits. Collective."""
@@ -46,13 +35,7 @@ class FullMatrixLoss(Loss):
         T_A = _gather_own_gradient(embeddings.text.to(dtype), self.group)
         with torch.autocast(I_A.device.type, enabled=False):  # autocast would multiply in 16 bits
             logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
-        labels = torch.arange(len(logits), device=logits.device)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-        loss, others = add_teacher_loss(loss, (logits, logits.T), embeddings, slice(None), self)
-        with torch.no_grad():
-            hits = [(logits.argmax(dim) == labels).sum() for dim in (1, 0)]
-            metrics = global_metrics(loss, hits, len(logits), self.group, others)
-        return LossOutput(loss, metrics)
+        return self.compute(embeddings, logits, logits.T, slice(0, len(logits)))
 
 
 def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:

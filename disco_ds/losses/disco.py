@@ -4,26 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.nn import functional as F
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import (
-    Embeddings,
-    Loss,
-    LossOutput,
-    check_teacher_weight,
-    global_metrics,
-    register_loss,
-)
+from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.kernels import full_dtype
-from disco_ds.losses.teacher import add_teacher_loss
+from disco_ds.losses.whole_rows import WholeRowsLoss
 
 
 @register_loss("disco")
-class DisCoLoss(Loss):
+class DisCoLoss(WholeRowsLoss):
     """InfoNCE over the global batch, with the same value and gradient as the loss `clip`.
 
     It takes O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
@@ -32,12 +22,9 @@ class DisCoLoss(Loss):
     gradients of gathered features instead (docs/losses.md section 1).
     The paper's all_reduce is a reduce_scatter here: a rank receives only the gradients of its own features.
     Collective in forward and backward: every rank must call this.
-    """
 
-    def __init__(self, group: Any = None, teacher_weight: float | None = None):
-        super().__init__()
-        self.group = group
-        self.teacher_weight = check_teacher_weight(teacher_weight)
+    The options are those of WholeRowsLoss (whole_rows.py).
+    """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from this rank's images with all texts, and its texts with all images. Collective."""
@@ -52,10 +39,4 @@ class DisCoLoss(Loss):
         with torch.autocast(I_n.device.type, enabled=False):  # autocast would multiply in 16 bits
             logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
             logits_text = s * (T_A[own] @ I_A.T)
-        labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)
-        loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
-        loss, others = add_teacher_loss(loss, (logits_image, logits_text), embeddings, own, self)
-        with torch.no_grad():
-            hits = [(logits.argmax(1) == labels).sum() for logits in (logits_image, logits_text)]
-            metrics = global_metrics(loss, hits, b, self.group, others)
-        return LossOutput(loss, metrics)
+        return self.compute(embeddings, logits_image, logits_text, own)

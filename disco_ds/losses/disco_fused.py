@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Gathered, GroupedLoss
-from disco_ds.losses.infonce import infonce
+from disco_ds.losses.infonce import InfoNCE
 
 
 @register_loss("disco_fused")
@@ -26,4 +26,4 @@ class DisCoFusedLoss(GroupedLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss, with the features of one side gathered from all ranks. Collective."""
-        return infonce(embeddings, Gathered, self)
+        return self.compute(InfoNCE, embeddings, Gathered, False)

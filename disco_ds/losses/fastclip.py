@@ -201,19 +201,19 @@ class _FastCLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         b = len(rows)
         group = loss.group
-        tiling = loss.tiling.on(rows.device)
-        rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = Gathered(columns, tiling, loss.comm_dtype, group)
-        cosines = pair_cosines(rows, cross.own, tiling)
+        cross = Gathered(columns, loss)
+        rows, columns = cross.tiling.hold(rows), cross.own
+        cosines = pair_cosines(rows, columns, cross.tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
         # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
         # which the shift is computed. In that case, subtract a separate maximum in each sum.
-        if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group)():
+        others = torch.stack([sums.rows, sums.columns])
+        if shift is not None and not shift_fits(shift, others, group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
-        others = torch.stack([sums.rows, sums.columns])
+            others = torch.stack([sums.rows, sums.columns])
         x = scales * cosines
         # g is a mean: the sum of exp(logit - positive pair's logit), divided by the number of other samples.
         count = math.log(b * comm.size(group) - 1)
@@ -228,12 +228,9 @@ class _FastCLIP(torch.autograd.Function):
         # The weight of entry (i, j), exp(logit_ij - shift_i), is the contribution of j to gamma g_i / (eps + u_i).
         # The weight is at most 1, as the tiles require, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
-        ctx.cross = cross
+        ctx.settings = cross, gamma, loss
         ctx.shift = shift
-        ctx.gamma = gamma
-        ctx.loss = loss
-        ctx.tiling = tiling
-        ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
+        ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
         hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
         ctx.mark_non_differentiable(log_u, *hits)
@@ -243,14 +240,13 @@ class _FastCLIP(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
         needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
-        loss: FastCLIPLoss = ctx.loss
-        gamma = ctx.gamma
-        tiling = ctx.tiling
+        cross, gamma, loss = ctx.settings
+        tiling = cross.tiling
         b = len(rows)
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         needed = needs_rows or (needs_tau and moments is None), needs_columns
-        d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *needed, moments)
+        d_rows, d_columns = cross.gradient(rows, scales, shifts, ctx.shift, *needed, moments)
         # Every h_ij subtracts the positive pair's cosine, so the pair's weight is minus the sum of all other weights.
         weights = (others - shifts).exp()
         # The weights of the tiles contain gamma, so divide the factor by gamma.
@@ -259,20 +255,15 @@ class _FastCLIP(torch.autograd.Function):
         add_pairs(d_rows, columns, -weights.sum(0), factor, tiling)
         add_pairs(d_columns, rows, -weights.sum(0), factor, tiling)
         d_tau = None
-        if needs_tau:
-            if moments is not None:
-                # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
-                # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
-                share = torch.ones_like(share)
-            direct = (
-                share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
-            )
-            if moments is None:
-                # <rows, gradient of rows> is the sum of weight x h over all entries.
-                d_tau = direct.sum() - inner_product(rows, d_rows) / tau
-            else:
-                weighted = moments / tiling.gain() - cosines * weights
-                d_tau = direct - share / gamma * scales * weighted
+        direct = log_sum + loss.rho if loss.weighs_by_tau else torch.zeros_like(log_sum)
+        if moments is not None:
+            # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
+            # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
+            weighted = moments / tiling.gain() - cosines * weights
+            d_tau = direct - 1 / gamma * scales * weighted
+        elif needs_tau:
+            # <rows, gradient of rows> is the sum of weight x h over all entries.
+            d_tau = (share * direct).sum() - inner_product(rows, d_rows) / tau
         # Autograd converts gradients to the dtypes of the inputs, and ignores those not needed.
         return d_rows, d_columns, d_tau, None, None, None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import GroupedLoss, Ring
-from disco_ds.losses.infonce import infonce
+from disco_ds.losses.infonce import InfoNCE
 
 
 @register_loss("inf_cl")
@@ -22,4 +22,4 @@ class InfCLLoss(GroupedLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
-        return infonce(embeddings, Ring, self)
+        return self.compute(InfoNCE, embeddings, Ring, False)

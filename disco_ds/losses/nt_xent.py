@@ -8,7 +8,7 @@ from typing import Any
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Gathered, Ring, TiledLoss
-from disco_ds.losses.infonce import infonce
+from disco_ds.losses.infonce import InfoNCE
 
 
 @register_loss("nt_xent")
@@ -34,4 +34,5 @@ class NTXentLoss(TiledLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss of both views. Collective."""
-        return infonce(embeddings, Ring if self.ring else Gathered, self, shared=True)
+        make_blocks = Ring if self.ring else Gathered
+        return self.compute(InfoNCE, embeddings, make_blocks, True)

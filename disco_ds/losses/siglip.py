@@ -13,28 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.distributed import comm, ring
+from disco_ds.distributed import ring
 from disco_ds.losses.base import (
     Embeddings,
     LossOutput,
     Teacher,
     count_hits,
-    global_metrics,
     register_loss,
 )
 from disco_ds.losses.blocks import (
     GroupedLoss,
+    Ring,
     add_pairs,
-    assign_sides,
     divisible_scale,
     inner_product,
     multiply_gradients,
     pair_cosines,
-    to_comm_dtype,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Block, Groups, SigmoidTarget, full_dtype, sigmoid_block
-from disco_ds.losses.teacher import teacher_metrics
+from disco_ds.losses.kernels import Groups, SigmoidTarget, full_dtype, sigmoid_block
 
 
 @register_loss("siglip")
@@ -68,23 +65,7 @@ class SigLIPLoss(GroupedLoss):
                 "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
                 "let the argument `forward` return logit_bias as the fourth value"
             )
-        groups, metrics = self.find_groups(embeddings)
-        rows, columns, swap = assign_sides(embeddings)
-        value, parts, *hits = _SigLIP.apply(
-            rows,
-            columns,
-            embeddings.scale,
-            embeddings.bias,
-            self,
-            groups,
-            [(t.text, t.image, t) if swap else (t.image, t.text, t) for t in embeddings.teacher],
-            torch.is_grad_enabled(),
-        )
-        if swap:
-            hits.reverse()
-        others = teacher_metrics(embeddings, parts, self.group) if embeddings.teacher else {}
-        metrics |= global_metrics(value, hits, len(rows), self.group, others)
-        return LossOutput(value, metrics)
+        return self.compute(_SigLIP, embeddings, embeddings.bias)
 
 
 class _SigLIP(torch.autograd.Function):
@@ -94,23 +75,22 @@ class _SigLIP(torch.autograd.Function):
         rows: Tensor,
         columns: Tensor,
         scale: Tensor,
-        bias: Tensor,
         loss: SigLIPLoss,
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
+        bias: Tensor,
     ) -> tuple[Tensor | None, ...]:
         b = len(rows)
-        group = loss.group
-        tiling = loss.tiling.on(rows.device)
-        needs_rows, needs_columns, needs_scale, needs_bias = (
-            trains and needed for needed in ctx.needs_input_grad[:4]
+        blocks = Ring(columns, loss, groups)
+        tiling = blocks.tiling
+        sent = blocks.own
+        needs_rows, needs_columns, needs_scale, *_, needs_bias = (
+            trains and needed for needed in ctx.needs_input_grad
         )
         scale = divisible_scale(scale.detach())
         rows = tiling.hold(rows)
-        sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
         z = scale * pair_cosines(rows, sent, tiling) + bias.double()
-        scales = scale.expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
         # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
         pair_weights = -(-z).sigmoid()
@@ -130,11 +110,9 @@ class _SigLIP(torch.autograd.Function):
             d_others = None
             if needs_columns:
                 d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()
-            first = 0 if owner == comm.rank(group) else None
-            meeting = groups.with_owner(owner) if groups else None
-            current = Block(rows, block[0], scales, scales, first, None, tiling, meeting)
+            current = blocks.block(rows, block[0], scale, owner)
             targets = [
-                target.for_columns(columns, first)
+                target.for_columns(columns, owner)
                 for target, columns in zip(soft_targets, block[1:], strict=True)
             ]
             sums = sigmoid_block(
@@ -152,7 +130,8 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
-        home = ring.circulate([sent, *(target.sent for target in soft_targets)], visit, join, group)
+        sides = [sent, *(target.blocks.own for target in soft_targets)]
+        home = ring.circulate(sides, visit, join, loss.group)
         d_columns = home[-1] if needs_columns else None
         parts: Tensor | None = None
         if target_gradient is not None:
@@ -188,7 +167,8 @@ class _SigLIP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *multiply_gradients(ctx, upstream), None, None, None, None
+        *gradients, d_bias = multiply_gradients(ctx, upstream)
+        return *gradients, None, None, None, None, d_bias
 
 
 class _SigmoidTargets:
@@ -205,26 +185,22 @@ class _SigmoidTargets:
     def __init__(
         self, rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: SigLIPLoss
     ):
-        self.tiling = loss.tiling.on(rows.device)
+        self.blocks = Ring(columns, loss)
+        self.tiling = self.blocks.tiling
         self.weight = weight
         scale = divisible_scale(teacher.scale.detach())
         # The tiles need a positive scale.
         self.scale = scale.abs()
         self.rows = self.tiling.hold(rows * scale.sign().to(rows.dtype))
-        self.sent = to_comm_dtype(self.tiling.hold(columns), loss.comm_dtype)
         bias = teacher.bias
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
-        self.y = self.scale * pair_cosines(self.rows, self.sent, self.tiling) + self.bias
+        self.y = self.scale * pair_cosines(self.rows, self.blocks.own, self.tiling) + self.bias
         self.weighted_columns = zero_gradient(self.rows)
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
 
-    def for_columns(self, columns: Tensor, first: int | None) -> SigmoidTarget:
-        """Return the targets for one rank's columns [b, D'].
-
-        Row i and column i + first are a positive pair. `first` is None if the columns are those of another rank.
-        """
-        scales = self.scale.expand(len(self.rows))
-        block = Block(self.rows, columns, scales, scales, first, None, self.tiling)
+    def for_columns(self, columns: Tensor, owner: int) -> SigmoidTarget:
+        """Return the targets for the columns [b, D'] of the rank `owner`."""
+        block = self.blocks.block(self.rows, columns, self.scale, owner)
         return SigmoidTarget(block, self.bias, self.weight, self.sums, self.weighted_columns)
 
     def entropy(self) -> Tensor:

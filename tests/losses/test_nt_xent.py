@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss
 from helpers.all_losses import evaluate
 from helpers.dist import run_ranks
 from helpers.oracle import Answer, answer, errors, features
@@ -60,3 +61,21 @@ def test_nt_xent_equals_the_oracle(size):
 def test_nt_xent_equals_the_oracle_on_three_ranks():
     for failures in run_ranks(cases, 3):
         assert not failures, "\n".join(failures)
+
+
+def test_rounded_second_views_are_the_same_in_all_their_blocks() -> None:
+    """With comm_dtype, the second views are rounded before they are compared with first views and with each other."""
+    first, second = features(8, 4, torch.float32)
+    scale = torch.tensor([20.0])
+    out = build_loss("nt_xent", precision="fp32", comm_dtype="bf16")(
+        Embeddings(first, second, scale)
+    )
+    sent_first, sent_second = first.bfloat16().double(), second.bfloat16().double()
+    first = first.double()
+    own = torch.eye(8, dtype=torch.bool)
+    across = 20 * first @ sent_second.T
+    same_first = (20 * first @ sent_first.T).masked_fill(own, -torch.inf)
+    same_second = (20 * sent_second @ sent_second.T).masked_fill(own, -torch.inf)
+    sums = torch.cat([across, same_first], 1), torch.cat([across.T, same_second], 1)
+    true = sum((x.logsumexp(1) - across.diagonal()).mean() for x in sums) / 2
+    assert abs(out.loss.item() - true) < 1e-5

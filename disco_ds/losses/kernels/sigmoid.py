@@ -82,12 +82,12 @@ def sigmoid_block(
     device = block.rows.device
     tiling = block.tiling
     tiles = block.tiles
-    scratch = block.scratch(tiles)
+    scratch = block.scratch()
     scale = block.row_scale[:1].to(block.dtype)
     bias = bias.to(block.dtype)
     loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
     largest = block.start_maxima() if maxima else []
-    spare = block.scratch(tiles) if targets else None
+    spare = block.scratch() if targets else None
     for i, j in block.cut():
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)

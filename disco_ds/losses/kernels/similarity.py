@@ -130,17 +130,13 @@ class Block:
         """Return the dtype of scales, similarities and gradients: fp32, or float64 for float64 features."""
         return full_dtype(self.rows)
 
-    def scratch(self, tiles: ModuleType, width: int | None = None) -> Tensor:
-        """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton.
-
-        Args:
-            tiles: The module that computes the tiles.
-            width: Width of the rows for which the tile size is chosen. For a teacher's block, pass the width of the
-                student's rows, so that both blocks have the same tiles. None: the width of this block's rows.
-        """
-        dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
+    def scratch(self) -> Tensor:
+        """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton."""
+        dtype = self.dtype
+        if self.tiles is not torch_tiles:
+            dtype = self.tiling.factor_dtype(self.rows)
         n, D = self.rows.shape
-        rows, columns = self.tiling.size(n, len(self.columns), width or D, self.rows.device)
+        rows, columns = self.tiling.size(n, len(self.columns), D, self.rows.device)
         return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
@@ -248,7 +244,7 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
     row_scale = block.row_scale.to(block.dtype)
     column_scale = block.column_scale.to(block.dtype)
     # Triton computes the sums without writing the tile to memory, so only torch needs memory for a tile.
-    scratch = block.scratch(tiles) if tiles is torch_tiles else None
+    scratch = block.scratch() if tiles is torch_tiles else None
     for i, j in block.cut(written=scratch is not None):
         tile = block.tile(i, j, scratch)
         if shift is None:
@@ -277,15 +273,19 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
 
 @dataclass
 class Target:
-    """The softmaxes of a teacher over the rows and columns of a block, multiplied by a weight."""
+    """The weights of a block, tile by tile: the sum of its softmaxes over rows and columns, multiplied by `weight`.
+
+    They are weight x (exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j)), and 0 on the diagonal and at ignored
+    entries.
+    """
 
     block: Block
-    """The teacher's similarities, with as many rows and columns as the student's."""
+    """The similarities. Those of a teacher have as many rows and columns as the student's."""
     row_shift: Tensor
-    """[n] float64, the logarithm of the sum of exp(logit) over each row, including the positive pair."""
+    """[n] float64. For a teacher, the logarithm of the sum of exp(logit) over each row, including the positive pair."""
     column_shift: Tensor
-    """[m] float64, the logarithm of the sum of exp(logit) over each column, including the positive pair."""
-    weight: float
+    """[m] float64, the same for each column."""
+    weight: float = 1.0
     """Weight of this teacher, above 0."""
     weighted_columns: Tensor | None = None
     """[n, D'], receives gain x V @ the teacher's columns. V is this teacher's part of the V in softmax_gradient.
@@ -293,37 +293,15 @@ class Target:
     None if not needed.
     """
 
-
-class _Weights:
-    """The weights W of a block, tile by tile: exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), times the gain.
-
-    On the diagonal and at ignored entries, the weights are 0.
-
-    Args:
-        block: The similarities.
-        row_shift: [n] float64.
-        column_shift: [m] float64.
-        width: Width of the student's rows. A teacher's block has the same tiles as the student's block.
-        weight: Factor by which all weights are multiplied.
-    """
-
-    def __init__(
-        self,
-        block: Block,
-        row_shift: Tensor,
-        column_shift: Tensor,
-        width: int,
-        weight: float = 1.0,
-    ):
-        self.block = block
+    def __post_init__(self) -> None:
+        block = self.block
         self.tiles = block.tiles
-        self.scratch = block.scratch(self.tiles, width)
         self.row_scale = block.row_scale.to(block.dtype)
         self.column_scale = block.column_scale.to(block.dtype)
-        # With a shift, the terms of W, times the gain, are exp(x - shift) a and exp(x - shift) beta. One exponential
-        # serves both.
-        lift = math.log(block.tiling.gain() * weight)
-        lifted = [x - lift for x in (row_shift, column_shift)]
+        # With a shift, the terms of the weights, times the gain, are exp(x - shift) a and exp(x - shift) beta. One
+        # exponential serves both.
+        lift = math.log(block.tiling.gain() * self.weight)
+        lifted = [x - lift for x in (self.row_shift, self.column_shift)]
         shift = block.shift
         self.a, self.beta = (
             x.to(block.dtype) if shift is None else (shift - x).exp_().to(block.dtype)
@@ -334,11 +312,15 @@ class _Weights:
         self,
         i: slice,
         j: slice,
+        scratch: Tensor,
         moments: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tile, Tensor]:
-        """Return the tile of rows i and columns j, and its weights, rounded for use in a matrix multiplication."""
+        """Return the tile of rows i and columns j, and its weights times the gain, rounded for a matrix multiplication.
+
+        The weights are in the memory of `scratch`.
+        """
         tiles, shift, a, beta = self.tiles, self.block.shift, self.a[i], self.beta[j]
-        tile = self.block.tile(i, j, self.scratch)
+        tile = self.block.tile(i, j, scratch)
         if shift is None:
             parts = None if moments is None else (moments[0][i], moments[1][j])
             W = tiles.log_weights(tile, self.row_scale[i], self.column_scale[j], a, beta, parts)
@@ -378,16 +360,16 @@ def softmax_gradient(
             targets.
     """
     tiling = block.tiling
-    D = block.rows.shape[1]
-    student = _Weights(block, row_shift, column_shift, D)
-    teachers = [_Weights(t.block, t.row_shift, t.column_shift, D, t.weight) for t in targets]
+    student = Target(block, row_shift, column_shift)
+    scratch = block.scratch()
+    # The teachers' blocks are cut into the same tiles as the student's, and share the memory of one tile.
+    spare = block.scratch() if targets else scratch
     for i, j in block.cut():
-        # The student's and each teacher's weights exist for only one tile at a time.
-        tile, W = student.compute(i, j, moments)
+        tile, W = student.compute(i, j, scratch, moments)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
-        for target, teacher in zip(targets, teachers, strict=True):
-            teacher_tile, V = teacher.compute(i, j)
+        for target in targets:
+            teacher_tile, V = target.compute(i, j, spare)
             assert target_gradient is not None
             tiling.add_product(target_gradient[i], V, tile.c)
             if target.weighted_columns is not None:

@@ -64,8 +64,8 @@ PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(12
 SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for Triton's interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
-SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Maximum number of block elements per warp for kernels with these flags.
+MAX_PER_WARP = 64 * 32
+"""Maximum number of block elements per warp for kernels with the flag SIGMOID or TWO_WEIGHTS.
 
 These kernels need more registers per element. With larger blocks, registers would spill to memory."""
 
@@ -112,13 +112,12 @@ def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
     fitting = PLAIN_CORES if plain else TENSOR_CORES
     if persistent and not plain:
         fitting = fitting + PERSISTENT
-    for name, limit in SPILLS.items():
-        if options.get(name):
-            fitting = [
-                x
-                for x in fitting
-                if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps
-            ]
+    if options.get("SIGMOID") or options.get("TWO_WEIGHTS"):
+        fitting = [
+            x
+            for x in fitting
+            if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= MAX_PER_WARP * x.num_warps
+        ]
     return fitting
 
 
@@ -390,6 +389,21 @@ def exp_weights_kernel(
         )
 
 
+@triton.jit
+def _log_sum(x, scales, numbers, num, AXIS: tl.constexpr):
+    """Return the logarithm of the sum of exp(scale x), and the largest scale x, of each row (AXIS = 1) or column (0).
+
+    The largest logit of each row or column is subtracted before exp2, and exactly the same number is added after log2.
+    For an empty row or column this number is 0, because -inf - -inf is NaN.
+    """
+    scale = tl.load(scales + numbers, mask=numbers < num, other=1.0)
+    largest = tl.max(x, AXIS)
+    lifted = scale * LOG2_E
+    top = tl.where(largest == float("-inf"), 0.0, largest * lifted)
+    powers = tl.exp2(x * tl.expand_dims(lifted, AXIS) - tl.expand_dims(top, AXIS))
+    return (tl.log2(tl.sum(powers, AXIS)) + top) * LN_2, largest * scale
+
+
 @_tuned()
 @_jit
 def log_sums_kernel(
@@ -403,25 +417,23 @@ def log_sums_kernel(
         tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
         PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
     )  # fmt: skip
-    # Process the rows before the columns, because processing both together needs more registers. The largest logit that
-    # a row or column has in this block is subtracted before exp2, and exactly the same number is added after log2. For
-    # an empty row or column this number is 0, because -inf - -inf is NaN.
-    of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
-    top = tl.max(x, 1)
+    # Process the rows before the columns, because processing both together needs more registers.
+    total, top = _log_sum(x, row_scale, rows, n, 1)
+    _store_part(total, row_sum, rows, j, n)
     if MAXIMA:
-        _store_part(top * of_rows, row_max, rows, j, n)
-    of_rows *= LOG2_E
-    top = tl.where(top == float("-inf"), 0.0, top * of_rows)
-    total = tl.sum(tl.exp2(x * of_rows[:, None] - top[:, None]), 1)
-    _store_part((tl.log2(total) + top) * LN_2, row_sum, rows, j, n)
-    of_columns = tl.load(column_scale + columns, mask=columns < m, other=1.0)
-    top = tl.max(x, 0)
+        _store_part(top, row_max, rows, j, n)
+    total, top = _log_sum(x, column_scale, columns, m, 0)
+    _store_part(total, column_sum, columns, i, m)
     if MAXIMA:
-        _store_part(top * of_columns, column_max, columns, i, m)
-    of_columns *= LOG2_E
-    top = tl.where(top == float("-inf"), 0.0, top * of_columns)
-    total = tl.sum(tl.exp2(x * of_columns[None, :] - top[None, :]), 0)
-    _store_part((tl.log2(total) + top) * LN_2, column_sum, columns, i, m)
+        _store_part(top, column_max, columns, i, m)
+
+
+@triton.jit
+def _log_weight(x, scales, shifts, numbers, num, AXIS: tl.constexpr):
+    """Return exp(scale x - shift), with a scale and a shift for each row (AXIS = 1) or each column (0)."""
+    scale = tl.expand_dims(tl.load(scales + numbers, mask=numbers < num, other=1.0), AXIS)
+    shift = tl.expand_dims(tl.load(shifts + numbers, mask=numbers < num, other=0.0), AXIS)
+    return tl.exp2((x * scale - shift) * LOG2_E)
 
 
 @_tuned("TWO_WEIGHTS", "MOMENTS")
@@ -437,12 +449,8 @@ def log_weights_kernel(
         tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
         PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
     )  # fmt: skip
-    s = tl.load(row_scale + rows, mask=rows < n, other=1.0)
-    lowered = tl.load(row_shift + rows, mask=rows < n, other=0.0)
-    of_rows = tl.exp2((x * s[:, None] - lowered[:, None]) * LOG2_E)
-    s = tl.load(column_scale + columns, mask=columns < m, other=1.0)
-    lowered = tl.load(column_shift + columns, mask=columns < m, other=0.0)
-    of_columns = tl.exp2((x * s[None, :] - lowered[None, :]) * LOG2_E)
+    of_rows = _log_weight(x, row_scale, row_shift, rows, n, 1)
+    of_columns = _log_weight(x, column_scale, column_shift, columns, m, 0)
     if MOMENTS:
         x = tl.maximum(x, -1e30)  # at positive pairs, -inf times the weight 0 would be NaN
         in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
