@@ -107,9 +107,8 @@ def fit(
         for m, pixels, level in product(sizes, places, stages):
             towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
             variant = m, checkpointing, pixels, level
-            counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
-            if batch == "same":
-                counts = range(b // m, b // m + 1)
+            most = MAX_GLOBAL_BATCH // (ranks * m)
+            counts = [b // m] if batch == "same" else range(1, most + 1)
             # The index of the first K that does not fit is also the number of K that fit.
             num = bisect_left(counts, True, key=lambda K: not fits(change(K, *variant), towers))
             if num:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, zero_stage
@@ -91,11 +92,12 @@ def plan_speed(
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
-    gradient_bytes, parameter_bytes = _count_engine(config, ranks, K, towers)
+    ds_config = render_ds_config(config, ranks)
+    gradient_bytes, parameter_bytes = _count_engine(ds_config, ranks, K, towers)
     comm_bytes = cost.received_bytes + gradient_bytes + parameter_bytes
     flops_per_s = 1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)
     hidden_s = 0.0
-    zero = render_ds_config(config, ranks)["zero_optimization"]
+    zero = ds_config["zero_optimization"]
     if zero["stage"] and zero.get("overlap_comm") and ranks > 1:
         # Number of passes during which communication takes place, and the bytes that are received in all of them. The
         # FLOPs are those of all passes at ZeRO 3, and those of one backward pass at ZeRO 1 and 2.
@@ -148,9 +150,8 @@ def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
     return comm_s - exposed_s
 
 
-def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
+def _count_engine(ds_config: dict[str, Any], ranks: int, K: int, towers: Towers) -> tuple[int, int]:
     """Count the bytes of gradients and of parameters that a rank receives in a step."""
-    ds_config = render_ds_config(config, ranks)
     level = zero_stage(ds_config)
     parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize
     gradients = (
