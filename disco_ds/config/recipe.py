@@ -398,15 +398,12 @@ class Config(Settings):
                 "with data.index=none, the length of an epoch is unknown: set samples and every_steps instead of "
                 "epochs and every_epochs"
             )
-        self._check_samples()
-        return self
-
-    def _check_samples(self) -> None:
         if self.samples and self.samples < self.global_batch:
             raise ValueError(
                 f"samples={self.samples} is less than one step of global_batch={self.global_batch}: "
                 "make the run longer or lower global_batch"
             )
+        return self
 
     def check_stages(self, samples: int = 0) -> None:
         """Check that every stage ends after a whole step.
@@ -598,22 +595,19 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end(step, samples))
-        configs = self.stage_configs
-        lines = []
-        for stage, config in zip(self.stages or [None], configs, strict=True):
-            line = config._describe_step(ranks)
-            if stage is None:
-                lines.append(line)
-            elif stage.until > samples:
-                changes = stage.model_dump(
-                    exclude_none=True, exclude={"until", "global_batch", "micro_batch"}
-                )
-                words = [line, *(f"{name} {value}" for name, value in changes.items())]
-                lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
+        lines = [] if self.stages else [self._describe_step(ranks)]
+        for stage in self.stages:
+            if stage.until <= samples:
+                continue
+            words = [self.at_sample(stage.until - 1)._describe_step(ranks)]
+            others = {"until", "global_batch", "micro_batch"}
+            changes = stage.model_dump(exclude_none=True, exclude=others)
+            words += [f"{name} {value}" for name, value in changes.items()]
+            lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
         lines.append(
             f"{length}, {self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
         )
-        highest = max(config.peak_lr for config in configs)
+        highest = max(config.peak_lr for config in self.stage_configs)
         if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
             lines.append(
                 f"DisCo-CLIP reports no accuracies for learning rates above {PUBLISHED_LR:g}: consider "

@@ -20,13 +20,7 @@ from torch import nn
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
 from disco_ds.checkpoints.checkpoint import RunState, Saved
-from disco_ds.checkpoints.resume import (
-    choose,
-    find_started,
-    log_changes,
-    restore,
-    set_newer_aside,
-)
+from disco_ds.checkpoints.resume import choose, log_changes, restore, set_newer_aside
 from disco_ds.checkpoints.saver import Saver
 from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import (
@@ -80,7 +74,7 @@ from disco_ds.models.pretrained import (
 )
 from disco_ds.models.weights_hash import hash_weights
 from disco_ds.names import load_custom
-from disco_ds.runs.run_folder import AUTO, refuse_other_name
+from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import (
@@ -138,9 +132,14 @@ class Run:
 
         It depends on the number of samples in the completed steps, because the global batch may change within a run.
         """
-        unit = self.schedule.warmup_batch
-        done, total = self.schedule.samples(step) / unit, self.schedule.num_samples / unit
-        return learning_rate(done, total, self.config.peak_lr, self.config.optim)
+        done, total = self.schedule.samples(step), self.schedule.num_samples
+        return find_rate(self.config, self.schedule, done, total)
+
+
+def find_rate(config: Config, schedule: Schedule, done: int, total: int) -> float:
+    """Return the learning rate of the step after `done` samples of a run of `total` samples."""
+    unit = schedule.warmup_batch
+    return learning_rate(done / unit, total / unit, config.peak_lr, config.optim)
 
 
 def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
@@ -153,12 +152,8 @@ def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
     """
     done, batch = schedule.first_samples, schedule.previous_batch
     end = done + (num_steps - schedule.first_step) * batch
-
-    def find_rate(samples: int, end: int) -> float:
-        unit = schedule.warmup_batch
-        return learning_rate(samples / unit, end / unit, config.peak_lr, config.optim)
-
-    before, now = find_rate(done - batch, end), find_rate(done, schedule.num_samples)
+    before = find_rate(config, schedule, done - batch, end)
+    now = find_rate(config, schedule, done, schedule.num_samples)
     is_warm = done >= config.optim.warmup_steps * schedule.warmup_batch
     if comm.rank() == 0 and is_warm and now > before:
         logger.warning(
@@ -204,10 +199,15 @@ def build(
     share = share_host()  # called early, because it sets the number of torch threads
     refuse_unchangeable(allow_change, resume)
     if resume == AUTO:
-        resume = comm.from_rank_0("run folder", partial(find_started, config))
+        newest = comm.from_rank_0("run folder", partial(find_newest, config.runs, config.name))
+        resume = str(newest) if newest else None
         unattended = True
     check_settings(config)
-    loss, sources, sets = load_loss_and_data(config)
+    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
+        loss = make_loss(config).to(comm.local_device())
+    with comm.all_or_none("data"):
+        sources = load_sources(config.data)
+        sets = load_sets(config.eval, config.data)
     teacher = build_teacher(config, loss, sources) if config.teacher else None
     identify_stage = identify(config, sources, teacher)
     recipe = config.with_samples(count_epoch(config.data, sources))
@@ -323,16 +323,6 @@ def check_settings(config: Config) -> None:
     if config.optim.factory:
         with comm.all_or_none("optimizer"):
             load_custom(config.optim.factory)
-
-
-def load_loss_and_data(config: Config) -> tuple[Loss, list[Source], list[ImageSet]]:
-    """Build the loss on this rank's device, and open the training data and the evaluation sets. Collective."""
-    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
-        loss = make_loss(config)
-    with comm.all_or_none("data"):
-        sources = load_sources(config.data)
-        sets = load_sets(config.eval, config.data)
-    return loss.to(comm.local_device()), sources, sets
 
 
 def plan_schedule(config: Config, saved: Saved | None) -> Schedule:
@@ -495,8 +485,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     settings = config.teacher
     assert settings is not None
     if settings.settings is None:
-        parts = [config.data.settings_of(part) for part in config.data.parts]
-        find = partial(find_stored, parts, settings, sources)
+        find = partial(find_stored, config.data.per_source, settings, sources)
         stored = comm.from_rank_0("teacher", find)
         assert stored
         return StoredTeacher(settings, stored, comm.local_device())

@@ -133,7 +133,7 @@ def contrastive_step(
         out = loss(replace(embeddings, teacher=teacher))
         if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
-            backend.warn_of_unaveraged()
+            warn_of_unaveraged(model)
         return out
 
     before = Snapshot(model, device)
@@ -179,6 +179,17 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
                 "updated twice per step, and the gradient would depend on how the batch is split. Call .eval() on that "
                 "layer, or use one micro-batch."
             )
+
+
+def warn_of_unaveraged(model: Any) -> None:
+    """On rank 0, warn if neither DeepSpeed nor DDP nor FSDP2 averages the gradients of the model over ranks."""
+    averages = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
+    if not averages and comm.size() > 1 and comm.rank() == 0:
+        warn(
+            "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
+            "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
+            "on submodules first, then on the whole model)"
+        )
 
 
 def _split_on_all_ranks(
@@ -305,9 +316,6 @@ class _Engine:
         """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
         return backward_and_step(self.engine, surrogates) is not None
 
-    def warn_of_unaveraged(self) -> None:
-        """Do nothing, because DeepSpeed always averages the gradients over ranks."""
-
 
 class _Plain:
     """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
@@ -364,12 +372,3 @@ class _Plain:
         largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
         # If this rank has no rows at all, `largest` is on the CPU.
         return not comm.largest_of({"not_finite": ~torch.isfinite(largest)})["not_finite"]
-
-    def warn_of_unaveraged(self) -> None:
-        """Warn if nothing averages the gradients over ranks."""
-        if not (self.is_ddp or self.is_fsdp or comm.size() == 1) and comm.rank() == 0:
-            warn(
-                "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
-                "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
-                "on submodules first, then on the whole model)"
-            )

@@ -41,7 +41,6 @@ class Rng:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device
         self._index = None if device is None else device.index
         self._cpu_state = torch.get_rng_state()
         self._device_state = None
