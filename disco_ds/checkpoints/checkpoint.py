@@ -36,7 +36,6 @@ from disco_ds.checkpoints.retention import (
     read_meta,
 )
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
@@ -118,8 +117,8 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
     zero = config.deepspeed.get("zero_optimization", {})
     return {
         "ranks": ranks,
-        "stage": zero_stage(config.deepspeed),
-        "precision": precision(config.deepspeed),
+        "stage": config.zero_stage,
+        "precision": config.precision,
         "zero_optimization": {
             key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS
         },
@@ -309,10 +308,10 @@ def load_engine(saved: Saved, engine: Engine) -> None:
     with comm.all_or_none(f"checkpoint {saved.path}"):
         # If a rank cannot read a file, DeepSpeed raises an error only on that rank, and the others wait
         # forever. So each rank first tries to read its files.
-        names = {engine._get_ckpt_name(str(saved.path), ENGINE)}
+        names = [engine._get_ckpt_name(str(saved.path), ENGINE)]
         if engine.zero_optimization():
-            names.add(engine._get_zero_ckpt_name(str(saved.path), ENGINE))
-        for name in sorted(names):
+            names.append(engine._get_zero_ckpt_name(str(saved.path), ENGINE))
+        for name in names:
             saved.load(str(Path(name).relative_to(saved.path)))
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.states("rng")[comm.rank()])

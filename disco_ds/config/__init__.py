@@ -3,7 +3,7 @@
 Import-light: importing this package imports neither torch nor DeepSpeed.
 """
 
-from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings
+from disco_ds.config.data import AugmentSettings, DataSettings, SourceSettings
 from disco_ds.config.load import check_config, find_recipe, load_config
 from disco_ds.config.optim import EmaSettings
 from disco_ds.config.recipe import (
@@ -12,7 +12,6 @@ from disco_ds.config.recipe import (
     CheckpointSettings,
     Config,
     EvalSettings,
-    LossSettings,
     ModelSettings,
     OptimSettings,
     StageSettings,
@@ -29,10 +28,8 @@ __all__ = [
     "DataSettings",
     "EmaSettings",
     "EvalSettings",
-    "LossSettings",
     "ModelSettings",
     "OptimSettings",
-    "RemoteSettings",
     "Schedule",
     "SourceSettings",
     "StageSettings",

@@ -16,13 +16,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from disco_ds.config.data import CropScale, DataSettings, Pixels
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
-from disco_ds.config.recipe_yaml import Dumper
+from disco_ds.config.recipe_yaml import dump
 from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings
 from disco_ds.config.templates import check_template
 
@@ -350,6 +350,16 @@ class Config(Settings):
     mapping overrides. DeepSpeed's settings control ZeRO, precision, offload and communication."""
 
     @property
+    def precision(self) -> str:
+        """The precision that the DeepSpeed settings enable: autocast, bf16, fp16 or fp32."""
+        return precision(self.deepspeed)
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return zero_stage(self.deepspeed)
+
+    @property
     def loss_options(self) -> dict[str, Any]:
         """The options of the loss, including the weight of the teacher."""
         weight = {"teacher_weight": self.teacher.weight} if self.teacher else {}
@@ -361,15 +371,17 @@ class Config(Settings):
             raise ValueError(
                 "remove loss.options.teacher_weight: teacher.weight sets it, and teacher.model names the teacher"
             )
-        if self.teacher and self.loss.name not in TAUGHT:
+        if self.teacher is None:
+            return self
+        if self.loss.name not in TAUGHT:
             raise ValueError(
                 f"a teacher needs loss.name={' or '.join(TAUGHT)}, but loss.name is {self.loss.name}"
             )
-        if self.teacher and (self.model.two_views or self.data.source == "synthetic"):
+        if self.model.two_views or self.data.source == "synthetic":
             raise ValueError(
                 "a teacher needs captions: model.two_views and synthetic data have none"
             )
-        if self.teacher and self.teacher.image:
+        if self.teacher.image:
             if self.loss.name == "siglip" and self.teacher.bias is None:
                 raise ValueError(
                     "set teacher.bias: loss.name=siglip needs the teacher's logit bias"
@@ -456,13 +468,13 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_views(self) -> Config:
-        if self.model.two_views and not self.data.augment.is_random:
+        if not self.model.two_views:
+            return self
+        if not self.data.augment.is_random:
             raise ValueError(
                 "model.two_views needs random changes in data.augment: without them the two views are identical"
             )
-        if self.model.two_views and (
-            self.eval.labeled or self.eval.retrieval or self.eval.validation
-        ):
+        if self.eval.labeled or self.eval.retrieval or self.eval.validation:
             raise ValueError(
                 "model.two_views does not train the text tower, which these evaluations need: use "
                 "eval.probes instead"
@@ -626,6 +638,4 @@ class Config(Settings):
 
     def to_yaml(self) -> str:
         """Return the settings as the YAML text of a recipe."""
-        return yaml.dump(
-            self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
-        )
+        return dump(self.model_dump(mode="json"))

@@ -80,6 +80,11 @@ for _tag, _pattern in _PATTERNS.items():
         )
 
 
+def dump(tree: dict[str, Any]) -> str:
+    """Return the text of a YAML document, which `parse` reads as the same values."""
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
 def parse(text: str, origin: str) -> Any:
     """Parse a YAML document and return its value.
 

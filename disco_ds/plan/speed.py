@@ -95,7 +95,7 @@ def plan_speed(
     ds_config = render_ds_config(config, ranks)
     gradient_bytes, parameter_bytes = _count_engine(ds_config, ranks, K, towers)
     comm_bytes = cost.received_bytes + gradient_bytes + parameter_bytes
-    flops_per_s = 1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)
+    flops_per_s = 1e12 * rate * rates.get(config.precision, gpu.half)
     hidden_s = 0.0
     zero = ds_config["zero_optimization"]
     if zero["stage"] and zero.get("overlap_comm") and ranks > 1:
@@ -126,12 +126,10 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
     model = config.model
     if model.towers == "open_clip":
         return OPEN_CLIP_RATE, "a guess"
-    compiled = model.compile is True or (
-        model.compile == "auto" and zero_stage(config.deepspeed) < 3
-    )
+    compiled = model.compile is True or (model.compile == "auto" and config.zero_stage < 3)
     rate = RATES.get(model.label, OTHER_RATE) * (1.0 if compiled else EAGER)
     cards = " and ".join(MEASURED_ON)
-    if model.label not in RATES or precision(config.deepspeed) != "autocast":
+    if model.label not in RATES or config.precision != "autocast":
         return rate, f"a guess from {', '.join(RATES)} on {cards} in autocast"
     how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {cards}"
     return rate, how if gpu.name in MEASURED_ON else f"a guess for this GPU: {how}"

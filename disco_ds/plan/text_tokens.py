@@ -9,7 +9,6 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision
 from disco_ds.data import Source
 from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
@@ -71,7 +70,7 @@ def is_packed(config: Config, model: Any) -> bool:
     Trimming a micro-batch to its longest text does not count, because among many texts one is usually long.
     """
     is_short = read_text_size(model)[0] <= MAX_ROWS
-    is_exact = precision(config.deepspeed) == "fp32"
+    is_exact = config.precision == "fp32"
     packed = packs(getattr(model, "text", model)) and not model.two_views
     return packed and is_short and not is_exact
 

@@ -27,7 +27,6 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision
 from disco_ds.data import MicroBatch
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
@@ -149,7 +148,7 @@ def run_passes(config: Config, model: nn.Module, batch: MicroBatch, watch: Watch
     Returns:
         The width of the features.
     """
-    engine: Any = _Engine(model, precision(config.deepspeed))
+    engine: Any = _Engine(model, config.precision)
     forward = EngineTowers(engine, partial(prepare, config))
     with watch("replay"):
         forward(batch, keep_graph=False)
@@ -176,7 +175,7 @@ def prepare_model(config: Config) -> nn.Module:
     )
     before = torch.get_default_dtype()
     # Fake parameters cannot be cast in place, so they are created in the right dtype.
-    torch.set_default_dtype(PARAMETER_DTYPES[precision(config.deepspeed)])
+    torch.set_default_dtype(PARAMETER_DTYPES[config.precision])
     try:
         bias = loss.initial_bias(config.global_batch)
         model = build_model(settings, loss.initial_scale, bias, loss.learns_scale)

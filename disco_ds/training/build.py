@@ -29,7 +29,6 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -364,7 +363,7 @@ def build_loader(
             config.seed,
             position,
             Staging(config.image_staging, device, share.ranks, share.cores, share.memory_bytes / 8),
-            find_counter(model, device, precision(config.deepspeed) != "fp32"),
+            find_counter(model, device, config.precision != "fp32"),
         )
 
 
@@ -475,7 +474,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         check_image_size(settings, model)
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
-    is_half = precision(config.deepspeed) != "fp32"
+    is_half = config.precision != "fp32"
     parts = [*describe_parts(model, comm.local_device(), is_half), compiled]
     return model, tokenizer, f"towers: {', '.join(parts)}"
 
@@ -499,7 +498,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     placed: Any = model.to(comm.local_device())
     scale = placed.logit_scale.detach().float().exp()
     bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
-    placed = in_precision(placed, precision(config.deepspeed))
+    placed = in_precision(placed, config.precision)
     return FrozenTeacher(placed, tokenizer, scale, bias, description, identity)
 
 
@@ -512,7 +511,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
         return "compiled" if is_compiled(model) else "not compiled"
-    if zero_stage(config.deepspeed) == 3:
+    if config.zero_stage == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
         problem = find_kernel_problem(device, "fp16")

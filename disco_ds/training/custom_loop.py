@@ -317,26 +317,21 @@ class _Engine:
         return backward_and_step(self.engine, surrogates) is not None
 
 
+@dataclass
 class _Plain:
     """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
 
     DDP and FSDP2 average the gradients over ranks in the last backward of a training step.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        micro_batches: int,
-        backward: Callable[[Tensor], None],
-        reports_skips: bool,
-    ):
-        self.model = model
-        self.num_micro_batches = micro_batches
-        self.backward = backward
-        self.reports_skips = reports_skips
-        self.is_fsdp = hasattr(model, "set_requires_gradient_sync")
-        self.is_ddp = hasattr(model, "no_sync")
-        if micro_batches > 1 and getattr(self.model, "static_graph", False):
+    model: Any
+    num_micro_batches: int
+    backward: Callable[[Tensor], None]
+    reports_skips: bool
+    """Whether `run` checks if torch's GradScaler will skip the update."""
+
+    def __post_init__(self) -> None:
+        if self.num_micro_batches > 1 and getattr(self.model, "static_graph", False):
             raise ValueError(
                 "DistributedDataParallel(static_graph=True) supports only one micro-batch: leave out "
                 "static_graph, or pass micro_batches=1"
@@ -345,10 +340,11 @@ class _Plain:
     @contextmanager
     def synchronized(self, last: bool) -> Iterator[None]:
         """In this block, let DDP or FSDP2 average gradients over ranks only if `last` is True."""
-        if self.is_fsdp:
+        if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-        with self.model.no_sync() if self.is_ddp and not last else nullcontext():
+        is_ddp = hasattr(self.model, "no_sync")
+        with self.model.no_sync() if is_ddp and not last else nullcontext():
             yield
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
