@@ -158,10 +158,10 @@ def remove_checkpoints(
     """
     kept = removed = 0
     for path in reversed(list_complete(folder)):  # the newest first
-        if keep_last is None or kept < keep_last:
-            kept += keep_last is not None and _is_intact(
-                path
-            )  # reading all would take long on a network disk
+        if keep_last is None:
+            break  # without reading the checkpoints, which would take long on a network disk
+        if kept < keep_last:
+            kept += _is_intact(path)
             continue
         milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
         if path in busy or milestone:

@@ -60,11 +60,11 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
     assigned = split_overrides(overrides)
-    entries = [value for keys, value in assigned if keys == ["deepspeed"]]
-    entry = entries[0] if entries else tree.get("deepspeed", "zero1")
-    tree["deepspeed"] = read_ds_config(entry, path.parent)
+    tree.setdefault("deepspeed", "zero1")
+    tree |= {keys[0]: value for keys, value in assigned if len(keys) == 1}
+    tree["deepspeed"] = read_ds_config(tree["deepspeed"], path.parent)
     for keys, value in assigned:
-        if keys != ["deepspeed"]:
+        if len(keys) > 1:
             assign(tree, keys, value)
     origin = f"{path} and overrides" if overrides else str(path)
     for name in REMOVED:

@@ -48,7 +48,7 @@ from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import ImageSet, load_sets
-from disco_ds.eval.model import in_precision, read_form, read_image_spec
+from disco_ds.eval.model import read_form, read_image_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -254,13 +254,15 @@ def build(
     metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples, num_samples)
     stack.callback(metrics.close)
     # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
-    is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
+    earlier = None
+    if saved and not find_changes(saved.meta["identity"], identity):
+        earlier = saved.meta["anomalies"]
     anomalies = AnomalyDetector(
         metrics.note,
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        state=saved.meta["anomalies"] if saved and is_same else None,
+        state=earlier,
     )
 
     def read_state(step: int) -> RunState:
@@ -495,11 +497,8 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     identity = settings.model_dump(mode="json", include={"model", "weight"})
     identity["weights"] = hash_weights(model)
     description = f"{settings.model}; {description}"
-    placed: Any = model.to(comm.local_device())
-    scale = placed.logit_scale.detach().float().exp()
-    bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
-    placed = in_precision(placed, config.precision)
-    return FrozenTeacher(placed, tokenizer, scale, bias, description, identity)
+    placed = model.to(comm.local_device())
+    return FrozenTeacher(placed, tokenizer, config.precision, description, identity)
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:

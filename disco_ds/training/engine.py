@@ -314,8 +314,8 @@ def backward_and_step(
                 # At ZeRO 0, DeepSpeed neither returns the norm nor checks for NaN, so this code does.
                 # At this point, the gradients are already averaged over ranks.
                 trained = [p for p in engine.module.parameters() if p.grad is not None]
-                norms = torch.stack(torch._foreach_norm([p.grad for p in trained]))
-                norm = norms.float().square().sum().sqrt().cpu()  # the only wait for the device
+                norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+                norm = norm.cpu()  # the only wait for the device
                 deepspeed_quirks.clip_by(engine, trained, norm)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
