@@ -35,7 +35,7 @@ from disco_ds.checkpoints.retention import (
     check_format,
     read_meta,
 )
-from disco_ds.config import Config
+from disco_ds.config import Config, Tree
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
@@ -88,7 +88,7 @@ They do not affect which part of the state each rank holds.
 """
 
 
-def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
+def identity(config: Config, fingerprint: str, architecture: Tree) -> Tree:
     """Return the settings that must stay the same when a run is resumed, keyed by their names in a recipe.
 
     Args:
@@ -109,7 +109,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
     }
 
 
-def shape(config: Config, ranks: int) -> dict[str, Any]:
+def shape(config: Config, ranks: int) -> Tree:
     """Return, as JSON values, the settings that decide which part of the state each rank holds.
 
     If they have changed when a run is resumed, reshard.py loads the checkpoint.
@@ -128,11 +128,11 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
 class RunState(NamedTuple):
     """The state that a checkpoint contains in addition to DeepSpeed's engine files and the random generators."""
 
-    meta: dict[str, Any]
+    meta: Tree
     """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
-    data: dict[str, Any]
+    data: Tree
     """State of this rank's data loader."""
-    loss: dict[str, Any]
+    loss: Tree
     """This rank's state of the loss."""
 
 
@@ -167,7 +167,7 @@ class Saved:
     """A checkpoint on the disk, whose files are verified before they are parsed."""
 
     path: Path
-    meta: dict[str, Any]
+    meta: Tree
     """The content of checkpoint.json."""
     verified: set[str] = field(default_factory=set)
     """Names of the files that have passed the checksum test."""
@@ -182,7 +182,7 @@ class Saved:
         """Names of the rank files, in rank order."""
         return sorted(filter(RANK_FILE.fullmatch, self.meta["files"]))
 
-    def states(self, kind: str) -> Sequence[dict[str, Any]]:
+    def states(self, kind: str) -> Sequence[Tree]:
         """Return a sequence with the state of each rank.
 
         A state is read when the sequence is indexed, which may raise DamagedError.
@@ -238,7 +238,7 @@ def _read_checksum(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class RankStates(Sequence[dict[str, Any]]):
+class RankStates(Sequence[Tree]):
     """The ranks' saved states of one kind: "rng", "data" or "loss". Indexing the sequence reads the file of one rank.
 
     With hundreds of ranks, it would take too long for every rank to read the files of all ranks.
@@ -266,7 +266,7 @@ def read(path: Path) -> Saved:
     return Saved(path, meta)
 
 
-def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
+def open_verified(path: Path, check: Callable[[Tree], None]) -> Saved:
     """Open a checkpoint and verify all of its files. The files are divided among the ranks. Collective.
 
     Args:
@@ -279,7 +279,7 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         ValueError: On every rank, if `check` raises it or the format version does not match.
     """
     what = "verifying the checkpoint"
-    meta: dict[str, Any] = {}
+    meta: Tree = {}
     with comm.all_or_none(what, DamagedError):
         if comm.rank() == 0:
             meta = read_meta(path)
@@ -317,7 +317,7 @@ def load_engine(saved: Saved, engine: Engine) -> None:
     _restore_rng(saved.states("rng")[comm.rank()])
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state() -> Tree:
     on_device = get_accelerator().device_name() != "cpu"
     numpy_state: Any = numpy.random.get_state()
     kind, keys, *rest = numpy_state
@@ -329,7 +329,7 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def _restore_rng(state: Tree) -> None:
     torch.set_rng_state(state["torch"])
     if state["device"] is not None:
         get_accelerator().set_rng_state(state["device"])

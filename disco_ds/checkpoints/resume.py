@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from deepspeed import DeepSpeedEngine as Engine
 from torch import nn
@@ -16,7 +15,7 @@ from disco_ds.checkpoints import checkpoint, reshard, retention
 from disco_ds.checkpoints.changes import find_changes, refuse_changes
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import DamagedError
-from disco_ds.config import Config
+from disco_ds.config import Config, Tree
 from disco_ds.distributed import comm
 from disco_ds.models.clip import read_architecture
 from disco_ds.models.param_groups import parameter_groups
@@ -34,7 +33,7 @@ def choose(
     folder: Path,
     resume: str,
     config: Config,
-    identify: Callable[[Config], dict[str, Any]],
+    identify: Callable[[Config], Tree],
     unattended: bool,
     allow_change: Sequence[str] = (),
 ) -> Saved:
@@ -58,7 +57,7 @@ def choose(
         "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
     )
 
-    def check(meta: dict[str, Any]) -> None:
+    def check(meta: Tree) -> None:
         # Compare with the stage of the checkpoint's last sample. The sample after it may belong to the next stage.
         stage = config.at_sample(meta["samples"] - 1)
         refuse_changes(meta["identity"], identify(stage), allow_change)
@@ -102,9 +101,7 @@ def set_newer_aside(saved: Saved) -> None:
     comm.from_rank_0(f"setting aside checkpoints newer than {saved.path}", rename)
 
 
-def log_changes(
-    saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
-) -> None:
+def log_changes(saved: Saved, num_steps: int, identity: Tree, shape: Tree) -> None:
     """On rank 0, log how this run differs from the checkpoint: settings, steps, ranks, ZeRO stage and precision.
 
     Args:

@@ -19,8 +19,8 @@ import shutil
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from disco_ds.config import Tree
 from disco_ds.runs.run_folder import CHECKPOINTS, META, STEP
 
 FORMAT = 8
@@ -36,14 +36,14 @@ class DamagedError(ValueError):
     """A checkpoint has missing or changed files. An older checkpoint may be intact."""
 
 
-def seal(meta: dict[str, Any]) -> str:
+def seal(meta: Tree) -> str:
     """Return the SHA-256 of the content of checkpoint.json, excluding its `seal` entry."""
     content = json.loads(json.dumps(meta))
     content.pop("seal", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> Tree:
     """Read checkpoint.json, and check that the files that it lists exist and have the recorded sizes.
 
     Raises:
@@ -78,7 +78,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def check_format(path: Path, meta: dict[str, Any]) -> None:
+def check_format(path: Path, meta: Tree) -> None:
     """Check that this version of disco_ds can read a checkpoint with this checkpoint.json.
 
     Raises:

@@ -18,6 +18,7 @@ from disco_ds.config.recipe import (
 )
 from disco_ds.config.render import render_ds_config
 from disco_ds.config.schedule import Schedule, find_late, make_schedule
+from disco_ds.config.settings import Tree
 
 __all__ = [
     "BASE_BATCH",
@@ -33,6 +34,7 @@ __all__ = [
     "Schedule",
     "SourceSettings",
     "StageSettings",
+    "Tree",
     "check_config",
     "find_late",
     "find_recipe",

@@ -15,7 +15,7 @@ from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config, StageSettings
 from disco_ds.config.recipe_yaml import assign, parse, split_overrides
-from disco_ds.config.settings import explain_value
+from disco_ds.config.settings import Tree, explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
@@ -95,7 +95,7 @@ def _drop_removed(part: Any, keys: list[str], name: str, origin: str) -> None:
             raise ValueError(f"{origin}: {name} is not a setting anymore: {remedy}")
 
 
-def check_config(tree: dict[str, Any], origin: str) -> Config:
+def check_config(tree: Tree, origin: str) -> Config:
     """Build a Config from a plain mapping.
 
     Args:

@@ -23,8 +23,9 @@ from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import dump
-from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings
+from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings, Tree
 from disco_ds.config.templates import check_template
+from disco_ds.names import plural
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
@@ -360,7 +361,7 @@ class Config(Settings):
         return zero_stage(self.deepspeed)
 
     @property
-    def loss_options(self) -> dict[str, Any]:
+    def loss_options(self) -> Tree:
         """The options of the loss, including the weight of the teacher."""
         weight = {"teacher_weight": self.teacher.weight} if self.teacher else {}
         return self.loss.options | weight
@@ -526,7 +527,7 @@ class Config(Settings):
             return self
         stage = next((each for each in self.stages if number < each.until), self.stages[-1])
 
-        def given(*names: str) -> dict[str, Any]:
+        def given(*names: str) -> Tree:
             return stage.model_dump(include=set(names), exclude_none=True)
 
         changed = {
@@ -581,9 +582,8 @@ class Config(Settings):
                 valid global_batch.
         """
         if self.ranks is not None and ranks != self.ranks:
-            expected = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
             raise ValueError(
-                f"the recipe expects {expected}, but this run has {ranks}. Is the hostfile missing? "
+                f"the recipe expects {plural(self.ranks, 'rank')}, but this run has {ranks}. Is the hostfile missing? "
                 "Without it, deepspeed uses this host alone. To change the number on purpose, pass "
                 f"ranks={ranks}."
             )
@@ -628,10 +628,9 @@ class Config(Settings):
         return "\n".join(lines)
 
     def _describe_step(self, ranks: int) -> str:
-        plural = "" if ranks == 1 else "s"
         rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
         return (
-            f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
+            f"global batch {self.global_batch:,} = {plural(ranks, 'rank')} x micro-batch "
             f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step, "
             f"peak learning rate {self.peak_lr:g}{rule}"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.config import Config, OptimSettings, Tree, render_ds_config
 from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
@@ -140,7 +140,7 @@ def known_samples(config: Config, given: int | None) -> int:
 
 
 def _plan_engine(
-    config: Config, ds_config: dict[str, Any], N: int, towers: Towers
+    config: Config, ds_config: Tree, N: int, towers: Towers
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """Predict the memory of the DeepSpeed engine.
 

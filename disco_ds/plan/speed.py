@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from disco_ds.config import Config, render_ds_config
+from disco_ds.config import Config, Tree, render_ds_config
 from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.gpus import Gpu
@@ -148,7 +147,7 @@ def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
     return comm_s - exposed_s
 
 
-def _count_engine(ds_config: dict[str, Any], ranks: int, K: int, towers: Towers) -> tuple[int, int]:
+def _count_engine(ds_config: Tree, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
     """Count the bytes of gradients and of parameters that a rank receives in a step."""
     level = zero_stage(ds_config)
     parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize

@@ -26,6 +26,7 @@ from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import (
     Config,
     Schedule,
+    Tree,
     make_schedule,
     render_ds_config,
 )
@@ -524,7 +525,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
 
 def identify(
     config: Config, sources: list[Source], teacher: RunTeacher | None
-) -> Callable[[Config], dict[str, Any]]:
+) -> Callable[[Config], Tree]:
     """Return a function that maps a stage's settings to the values that must stay the same on resume. Collective.
 
     These values are checkpoint.identity and the entries model.preprocess and teacher. The returned function does not
@@ -540,7 +541,7 @@ def identify(
         # deleted later.
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
-        def identify_stage(stage: Config) -> dict[str, Any]:
+        def identify_stage(stage: Config) -> Tree:
             found = checkpoint.identity(stage, data, read_architecture(stage.model))
             found |= {"model.preprocess": preprocess}
             return found | {"teacher": teacher.identity} if teacher else found
@@ -553,7 +554,7 @@ def identify(
 
 
 def start_engine(
-    config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
+    config: Config, model: nn.Module, loss: Loss, ds_config: Tree, saved: Saved | None
 ) -> Engine:
     """Build the engine. Collective.
 

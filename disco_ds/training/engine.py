@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 
-from disco_ds.config import Config, OptimSettings
+from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.data import MicroBatch, augment
 from disco_ds.data.stored import VIEW_SEED, unpack
 from disco_ds.distributed import comm, deepspeed_quirks
@@ -125,7 +125,7 @@ class EngineTowers:
         return self.engine(**inputs) if inputs else (None, None, None, None)
 
 
-def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
+def build_engine(model: nn.Module, settings: OptimSettings, ds_config: Tree) -> Engine:
     """Wrap the model in a DeepSpeed engine. Collective: every rank must call this.
 
     Args:
