@@ -98,17 +98,18 @@ def plan_speed(
     hidden_s = 0.0
     zero = ds_config["zero_optimization"]
     if zero["stage"] and zero.get("overlap_comm") and ranks > 1:
-        # Number of passes during which communication takes place, and the bytes that are received in all of them. The
-        # FLOPs are those of all passes at ZeRO 3, and those of one backward pass at ZeRO 1 and 2.
-        num_passes, received, flops = 1, gradient_bytes, towers.flops - towers.replay_flops
+        # Number of passes during which communication takes place, the bytes that are received in all of them, and the
+        # FLOPs of one pass. At ZeRO 1 and 2, these are backward passes.
+        num_passes, received = 1, gradient_bytes
+        flops: float = towers.flops - towers.replay_flops
         if zero["stage"] == 2:
             num_passes = K
         if zero["stage"] == 3:
-            num_passes, received, flops = 3 * K - 1, gradient_bytes + parameter_bytes, tower_flops
+            num_passes, received = 3 * K - 1, gradient_bytes + parameter_bytes
+            flops = tower_flops / num_passes
         num_buckets = math.ceil(towers.trained / zero["reduce_bucket_size"])
         each_s = received / (1e9 * link) / num_passes
-        window_s = flops / flops_per_s / (num_passes if zero["stage"] == 3 else 1)
-        hidden_s = num_passes * hide(each_s, window_s, num_buckets)
+        hidden_s = num_passes * hide(each_s, flops / flops_per_s, num_buckets)
     return Speed(
         towers_s=tower_flops / flops_per_s,
         loss_s=cost.flops / (1e12 * loss_rate * rates.get(cost.precision, gpu.half)),

@@ -122,12 +122,13 @@ class Allocations(TorchDispatchMode):
         self.current -= num_bytes
 
 
+@dataclass
 class _Engine:
     """Stand-in for DeepSpeed's engine that provides only what EngineTowers needs."""
 
-    def __init__(self, model: nn.Module, kind: str):
-        self.module = model
-        self.kind = kind
+    module: nn.Module
+    kind: str
+    """Precision of the run: autocast, bf16, fp16 or fp32."""
 
     def __call__(self, **inputs: Tensor) -> Any:
         device = next(iter(inputs.values())).device.type

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,24 +73,23 @@ class SpikeError(Exception):
         self.norm = norm
 
 
+@dataclass
 class EngineTowers:
     """Runs an engine's towers on a micro-batch (implements grad_accum.Towers).
 
     Calling the object computes the features for the loss. `again` recomputes them for the backward, but only those of
     the trained towers.
-
-    Args:
-        engine: The engine.
-        prepare: Turns a micro-batch into the inputs of the towers.
-        teacher: Called on each micro-batch; `again` does not call it.
     """
 
-    def __init__(self, engine: Engine, prepare: Prepare, teacher: RunTeacher | None = None):
-        self.engine = engine
-        self.prepare = prepare
-        self.teacher = teacher
-        self.trained = trained_sides(engine.module)
-        self.compiled = is_compiled(engine.module)
+    engine: Engine
+    prepare: Prepare
+    """Turns a micro-batch into the inputs of the towers."""
+    teacher: RunTeacher | None = None
+    """Called on each micro-batch; `again` does not call it."""
+
+    def __post_init__(self) -> None:
+        self.trained = trained_sides(self.engine.module)
+        self.compiled = is_compiled(self.engine.module)
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
