@@ -317,13 +317,16 @@ def load_engine(saved: Saved, engine: Engine) -> None:
     _restore_rng(saved.states("rng")[comm.rank()])
 
 
+def _has_accelerator() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
 def _rng_state() -> Tree:
-    on_device = get_accelerator().device_name() != "cpu"
     numpy_state: Any = numpy.random.get_state()
     kind, keys, *rest = numpy_state
     return {
         "torch": torch.get_rng_state(),
-        "device": get_accelerator().get_rng_state() if on_device else None,
+        "device": get_accelerator().get_rng_state() if _has_accelerator() else None,
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr, attr-defined]
     }
@@ -331,7 +334,8 @@ def _rng_state() -> Tree:
 
 def _restore_rng(state: Tree) -> None:
     torch.set_rng_state(state["torch"])
-    if state["device"] is not None:
+    # A run that trained on a GPU may be resumed on a CPU, and the other way round.
+    if state["device"] is not None and _has_accelerator():
         get_accelerator().set_rng_state(state["device"])
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])

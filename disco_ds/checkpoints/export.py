@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import open_clip
 import timm
@@ -110,8 +110,8 @@ def export_run(
     Example: disco_ds.export_run("runs/first", "exports/first")
     """
     to = Path(to)
-    if layout not in get_args(Layout):
-        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
+    if layout not in USES:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(USES)}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if to.exists():

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -161,7 +162,9 @@ def remove_checkpoints(
         if keep_last is None:
             break  # without reading the checkpoints, which would take long on a network disk
         if kept < keep_last:
-            kept += _is_intact(path)
+            with suppress(DamagedError):
+                read_meta(path)
+                kept += 1
             continue
         milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
         if path in busy or milestone:
@@ -176,14 +179,6 @@ def remove_checkpoints(
         if remains not in busy:
             _remove(remains)
     return removed
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        read_meta(path)
-    except DamagedError:
-        return False
-    return True
 
 
 def _remove(path: Path) -> None:
