@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import Config, find_late
-from disco_ds.config.ds_config import precision
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
@@ -354,7 +353,7 @@ def evaluate_run(
         except ValueError as error:
             raise RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
-        kind = precision(config.deepspeed)
+        kind = config.precision
         if kind != "fp32" and comm.rank() == 0:
             say(f"evaluating in {kind}, the precision of the settings; add deepspeed={{}} for fp32")
         spec = read_image_spec(module)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disco_ds.checkpoints.retention import ENGINE, seal, set_aside
+from disco_ds.config import Tree
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm, jobs
 from disco_ds.runs.run_folder import META
@@ -80,7 +81,7 @@ class Save:
     """The folder of the complete checkpoint."""
     partial: Path
     """The folder to write into, which is renamed to `final` at the end."""
-    meta: dict[str, Any]
+    meta: Tree
     """Content of checkpoint.json, without its entries `files` and `seal`."""
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
@@ -114,7 +115,7 @@ class Save:
             with comm.all_or_none(f"completing {self.final}"):
                 self.job.result()
             return True
-        files: dict[str, Any] = {}
+        files: dict[str, Tree] = {}
         with comm.all_or_none(f"writing {self.partial}"):
             files = self.job.result()
         for part in comm.gather_objects(files):
@@ -124,7 +125,7 @@ class Save:
             self.job = jobs.start(partial(self._complete, files, tidy))
         return False
 
-    def _write(self) -> dict[str, dict[str, Any]]:
+    def _write(self) -> dict[str, Tree]:
         """Write this rank's files. Return the size and checksum of each file, keyed by name."""
         (self.partial / ENGINE).mkdir(parents=True, exist_ok=True)
         return {
@@ -132,7 +133,7 @@ class Save:
             for path, state in self.states.items()
         }
 
-    def _complete(self, files: dict[str, dict[str, Any]], tidy: Callable[[], object]) -> None:
+    def _complete(self, files: dict[str, Tree], tidy: Callable[[], object]) -> None:
         """Write checkpoint.json and give the folder its final name."""
         meta = {**self.meta, "files": dict(sorted(files.items()))}
         meta["seal"] = seal(meta)
@@ -173,7 +174,7 @@ class _HashedFile:
         """Do nothing. torch.save calls this method, but write_tensors flushes the file."""
 
 
-def write_tensors(value: Any, path: Path) -> dict[str, Any]:
+def write_tensors(value: Any, path: Path) -> Tree:
     """Write a file with torch.save and flush it to the disk.
 
     The checksum is computed from the bytes that were passed to the operating system. The file is

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from disco_ds.config import OptimSettings
+from disco_ds.config import OptimSettings, Tree
 from disco_ds.distributed.agreement import flatten
 
 MAY_BE_ALLOWED = {
@@ -25,7 +25,7 @@ MAY_BE_ALLOWED = {
 decide which samples are read, or to which model, optimizer and loss the saved state belongs."""
 
 
-def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str] = ()) -> None:
+def refuse_changes(saved: Tree, now: Tree, allowed: Sequence[str] = ()) -> None:
     """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
@@ -79,7 +79,7 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
             )
 
 
-def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_changes(saved: Tree, now: Tree) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two nested dicts: dotted name -> (old value, new value).
 
     A setting that is missing from one of the dicts counts as None.

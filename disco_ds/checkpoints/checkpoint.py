@@ -35,8 +35,7 @@ from disco_ds.checkpoints.retention import (
     check_format,
     read_meta,
 )
-from disco_ds.config import Config
-from disco_ds.config.ds_config import precision, zero_stage
+from disco_ds.config import Config, Tree
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
@@ -89,7 +88,7 @@ They do not affect which part of the state each rank holds.
 """
 
 
-def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
+def identity(config: Config, fingerprint: str, architecture: Tree) -> Tree:
     """Return the settings that must stay the same when a run is resumed, keyed by their names in a recipe.
 
     Args:
@@ -110,7 +109,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
     }
 
 
-def shape(config: Config, ranks: int) -> dict[str, Any]:
+def shape(config: Config, ranks: int) -> Tree:
     """Return, as JSON values, the settings that decide which part of the state each rank holds.
 
     If they have changed when a run is resumed, reshard.py loads the checkpoint.
@@ -118,8 +117,8 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
     zero = config.deepspeed.get("zero_optimization", {})
     return {
         "ranks": ranks,
-        "stage": zero_stage(config.deepspeed),
-        "precision": precision(config.deepspeed),
+        "stage": config.zero_stage,
+        "precision": config.precision,
         "zero_optimization": {
             key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS
         },
@@ -129,11 +128,11 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
 class RunState(NamedTuple):
     """The state that a checkpoint contains in addition to DeepSpeed's engine files and the random generators."""
 
-    meta: dict[str, Any]
+    meta: Tree
     """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
-    data: dict[str, Any]
+    data: Tree
     """State of this rank's data loader."""
-    loss: dict[str, Any]
+    loss: Tree
     """This rank's state of the loss."""
 
 
@@ -168,7 +167,7 @@ class Saved:
     """A checkpoint on the disk, whose files are verified before they are parsed."""
 
     path: Path
-    meta: dict[str, Any]
+    meta: Tree
     """The content of checkpoint.json."""
     verified: set[str] = field(default_factory=set)
     """Names of the files that have passed the checksum test."""
@@ -183,7 +182,7 @@ class Saved:
         """Names of the rank files, in rank order."""
         return sorted(filter(RANK_FILE.fullmatch, self.meta["files"]))
 
-    def states(self, kind: str) -> Sequence[dict[str, Any]]:
+    def states(self, kind: str) -> Sequence[Tree]:
         """Return a sequence with the state of each rank.
 
         A state is read when the sequence is indexed, which may raise DamagedError.
@@ -239,7 +238,7 @@ def _read_checksum(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class RankStates(Sequence[dict[str, Any]]):
+class RankStates(Sequence[Tree]):
     """The ranks' saved states of one kind: "rng", "data" or "loss". Indexing the sequence reads the file of one rank.
 
     With hundreds of ranks, it would take too long for every rank to read the files of all ranks.
@@ -267,7 +266,7 @@ def read(path: Path) -> Saved:
     return Saved(path, meta)
 
 
-def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
+def open_verified(path: Path, check: Callable[[Tree], None]) -> Saved:
     """Open a checkpoint and verify all of its files. The files are divided among the ranks. Collective.
 
     Args:
@@ -280,7 +279,7 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         ValueError: On every rank, if `check` raises it or the format version does not match.
     """
     what = "verifying the checkpoint"
-    meta: dict[str, Any] = {}
+    meta: Tree = {}
     with comm.all_or_none(what, DamagedError):
         if comm.rank() == 0:
             meta = read_meta(path)
@@ -309,30 +308,34 @@ def load_engine(saved: Saved, engine: Engine) -> None:
     with comm.all_or_none(f"checkpoint {saved.path}"):
         # If a rank cannot read a file, DeepSpeed raises an error only on that rank, and the others wait
         # forever. So each rank first tries to read its files.
-        names = {engine._get_ckpt_name(str(saved.path), ENGINE)}
+        names = [engine._get_ckpt_name(str(saved.path), ENGINE)]
         if engine.zero_optimization():
-            names.add(engine._get_zero_ckpt_name(str(saved.path), ENGINE))
-        for name in sorted(names):
+            names.append(engine._get_zero_ckpt_name(str(saved.path), ENGINE))
+        for name in names:
             saved.load(str(Path(name).relative_to(saved.path)))
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.states("rng")[comm.rank()])
 
 
-def _rng_state() -> dict[str, Any]:
-    on_device = get_accelerator().device_name() != "cpu"
+def _has_accelerator() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
+def _rng_state() -> Tree:
     numpy_state: Any = numpy.random.get_state()
     kind, keys, *rest = numpy_state
     return {
         "torch": torch.get_rng_state(),
-        "device": get_accelerator().get_rng_state() if on_device else None,
+        "device": get_accelerator().get_rng_state() if _has_accelerator() else None,
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr, attr-defined]
     }
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def _restore_rng(state: Tree) -> None:
     torch.set_rng_state(state["torch"])
-    if state["device"] is not None:
+    # A run that trained on a GPU may be resumed on a CPU, and the other way round.
+    if state["device"] is not None and _has_accelerator():
         get_accelerator().set_rng_state(state["device"])
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import open_clip
 import timm
@@ -18,6 +18,7 @@ from torch import nn
 
 from disco_ds.checkpoints.transformers_export import check_as_user, convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
+from disco_ds.config import Tree
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import build_tokenizer
 from disco_ds.models.param_groups import SCALES
@@ -109,8 +110,8 @@ def export_run(
     Example: disco_ds.export_run("runs/first", "exports/first")
     """
     to = Path(to)
-    if layout not in get_args(Layout):
-        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
+    if layout not in USES:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(USES)}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if to.exists():
@@ -148,7 +149,7 @@ def export_run(
     return to
 
 
-def _check_image_size(model: Any, architecture: dict[str, Any]) -> None:
+def _check_image_size(model: Any, architecture: Tree) -> None:
     """Refuse an image size that open_clip cannot restore, because it builds timm towers at their default size."""
     name = architecture.get("vision_cfg", {}).get("timm_model_name")
     if name and hasattr(model.visual.trunk, "set_input_size"):
@@ -194,7 +195,7 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
         )
 
 
-def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
+def _render_readme(layout: Layout, architecture: Tree, facts: Tree) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
         return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])

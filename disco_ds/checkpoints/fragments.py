@@ -38,7 +38,11 @@ class Fragment:
     numel: int
 
 
-def find_parts(saved: Saved) -> dict[str, list[Fragment]]:
+Parts = dict[str, list[Fragment]]
+"""The fragments of each trained parameter, in rank order, keyed by the parameter's name."""
+
+
+def find_parts(saved: Saved) -> Parts:
     """Return the fragments of each trained parameter, in rank order.
 
     Raises:
@@ -71,9 +75,9 @@ def refuse_round_robin(zero: dict[str, Any]) -> None:
         )
 
 
-def _find_partitions(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
+def _find_partitions(saved: Saved, ranks: int) -> Parts:
     """Find fragments at ZeRO 1 and 2, where a parameter group is one flat tensor and each rank holds a part of it."""
-    parts: dict[str, list[Fragment]] = {}
+    parts: Parts = {}
     for rank in range(ranks):
         file = load_optimizer(saved, rank)
         for group, addresses in enumerate(file["param_slice_mappings"]):
@@ -85,13 +89,13 @@ def _find_partitions(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
     return parts
 
 
-def _find_shards(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
+def _find_shards(saved: Saved, ranks: int) -> Parts:
     """Find fragments at ZeRO 3, where each rank holds an equal share of every parameter.
 
     The shares of the last ranks are padded.
     """
     shapes = _load_named(saved, "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    parts: dict[str, list[Fragment]] = {}
+    parts: Parts = {}
     for rank in range(ranks):
         file = load_optimizer(saved, rank)
         for group, names in enumerate(shapes):
@@ -147,7 +151,7 @@ def _load_named(saved: Saved, end: str) -> dict[str, Any]:
     return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
 
 
-def join(parts: dict[str, list[Fragment]], name: str) -> States:
+def join(parts: Parts, name: str) -> States:
     """Join a parameter's fragments into flat states. A state that is a single number, such as `step`, is unchanged.
 
     Raises:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.fragments import (
     AVERAGE,
-    Fragment,
+    Parts,
     States,
     find_parts,
     is_flat,
@@ -76,7 +76,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
         ValueError: On every rank, if the files do not contain this model's parameters.
     """
     what = f"checkpoint {saved.path}"
-    parts: dict[str, list[Fragment]] = {}
+    parts: Parts = {}
     with comm.all_or_none(what):
         refuse_round_robin({"round_robin_gradients": engine.zero_round_robin_gradients()})
         if comm.rank() == 0:

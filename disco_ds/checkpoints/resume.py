@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from deepspeed import DeepSpeedEngine as Engine
 from torch import nn
@@ -16,11 +15,11 @@ from disco_ds.checkpoints import checkpoint, reshard, retention
 from disco_ds.checkpoints.changes import find_changes, refuse_changes
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import DamagedError
-from disco_ds.config import Config
+from disco_ds.config import Config, Tree
 from disco_ds.distributed import comm
 from disco_ds.models.clip import read_architecture
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.runs.run_folder import find_newest, split_resume
+from disco_ds.runs.run_folder import split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
 """Keys of optimizer parameter groups whose values come from this run's settings on resume, not from the checkpoint.
@@ -30,20 +29,11 @@ The learning rate is not listed, because it is set before every update.
 logger = logging.getLogger(__name__)
 
 
-def find_started(config: Config) -> str | None:
-    """Return the folder that `--resume auto` resumes, or None.
-
-    It is the newest run folder with the name of this run that is finished or has a complete checkpoint.
-    """
-    newest = find_newest(config.runs, config.name)
-    return str(newest) if newest else None
-
-
 def choose(
     folder: Path,
     resume: str,
     config: Config,
-    identify: Callable[[Config], dict[str, Any]],
+    identify: Callable[[Config], Tree],
     unattended: bool,
     allow_change: Sequence[str] = (),
 ) -> Saved:
@@ -67,7 +57,7 @@ def choose(
         "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
     )
 
-    def check(meta: dict[str, Any]) -> None:
+    def check(meta: Tree) -> None:
         # Compare with the stage of the checkpoint's last sample. The sample after it may belong to the next stage.
         stage = config.at_sample(meta["samples"] - 1)
         refuse_changes(meta["identity"], identify(stage), allow_change)
@@ -111,9 +101,7 @@ def set_newer_aside(saved: Saved) -> None:
     comm.from_rank_0(f"setting aside checkpoints newer than {saved.path}", rename)
 
 
-def log_changes(
-    saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
-) -> None:
+def log_changes(saved: Saved, num_steps: int, identity: Tree, shape: Tree) -> None:
     """On rank 0, log how this run differs from the checkpoint: settings, steps, ranks, ZeRO stage and precision.
 
     Args:
@@ -150,20 +138,20 @@ def restore(
     """
     architecture = read_architecture(config.model)
     is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
-    if saved.meta["shape"] == checkpoint.shape(config, comm.size()) and not is_resized:
-        # Each rank loads its own part, including the random generators, so the resumed run is bit-identical
-        # to an uninterrupted one.
-        engine = build_engine()
-        with _settings_kept(engine):
-            checkpoint.load_engine(saved, engine)
-        return engine
-    # Load frozen parameters and buffers before the engine is built: at ZeRO 3, an engine leaves each rank only a part
-    # of each parameter.
+    is_same = saved.meta["shape"] == checkpoint.shape(config, comm.size()) and not is_resized
     order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
-    reshard.load_untrained(saved, model, set(order))
+    if not is_same:
+        # Load frozen parameters and buffers before the engine is built: at ZeRO 3, an engine leaves each rank only a
+        # part of each parameter.
+        reshard.load_untrained(saved, model, set(order))
     engine = build_engine()
     with _settings_kept(engine):
-        reshard.load_trained(saved, engine, order)
+        if is_same:
+            # Each rank loads its own part, including the random generators, so the resumed run is bit-identical to an
+            # uninterrupted one.
+            checkpoint.load_engine(saved, engine)
+        else:
+            reshard.load_trained(saved, engine, order)
     return engine
 
 

@@ -17,10 +17,11 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from disco_ds.config import Tree
 from disco_ds.runs.run_folder import CHECKPOINTS, META, STEP
 
 FORMAT = 8
@@ -36,14 +37,14 @@ class DamagedError(ValueError):
     """A checkpoint has missing or changed files. An older checkpoint may be intact."""
 
 
-def seal(meta: dict[str, Any]) -> str:
+def seal(meta: Tree) -> str:
     """Return the SHA-256 of the content of checkpoint.json, excluding its `seal` entry."""
     content = json.loads(json.dumps(meta))
     content.pop("seal", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> Tree:
     """Read checkpoint.json, and check that the files that it lists exist and have the recorded sizes.
 
     Raises:
@@ -78,7 +79,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def check_format(path: Path, meta: dict[str, Any]) -> None:
+def check_format(path: Path, meta: Tree) -> None:
     """Check that this version of disco_ds can read a checkpoint with this checkpoint.json.
 
     Raises:
@@ -158,10 +159,12 @@ def remove_checkpoints(
     """
     kept = removed = 0
     for path in reversed(list_complete(folder)):  # the newest first
-        if keep_last is None or kept < keep_last:
-            kept += keep_last is not None and _is_intact(
-                path
-            )  # reading all would take long on a network disk
+        if keep_last is None:
+            break  # without reading the checkpoints, which would take long on a network disk
+        if kept < keep_last:
+            with suppress(DamagedError):
+                read_meta(path)
+                kept += 1
             continue
         milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
         if path in busy or milestone:
@@ -176,14 +179,6 @@ def remove_checkpoints(
         if remains not in busy:
             _remove(remains)
     return removed
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        read_meta(path)
-    except DamagedError:
-        return False
-    return True
 
 
 def _remove(path: Path) -> None:

@@ -65,8 +65,6 @@ _NAMES = (
 """Replacements that turn open_clip's and timm's tensor names into transformers' names: (pattern, replacement).
 
 They are applied in order."""
-_FILTERS = {"bilinear": 2, "bicubic": 3}
-"""PIL's numeric codes for the interpolation methods."""
 
 
 def convert(model: Any, name: str) -> Any:
@@ -109,7 +107,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
     common = {
         "image_mean": list(look.mean),
         "image_std": list(look.std),
-        "resample": _FILTERS[look.interpolation],
+        "resample": Image.Resampling[look.interpolation.upper()].value,
     }
     if look.resize_mode == "longest":
         raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from disco_ds.checkpoints.checkpoint import Saved, read
 from disco_ds.checkpoints.fragments import WHOLE, read_average
 from disco_ds.checkpoints.retention import ENGINE, DamagedError, find_latest, find_older
-from disco_ds.config import ModelSettings, load_config
+from disco_ds.config import ModelSettings, Tree, load_config
 from disco_ds.models.clip import (
     build_model,
     register_architecture,
@@ -43,10 +43,10 @@ class Weights:
     """The model's name in the run, without its folder and without the suffix .json; "export" if an export was read."""
     settings: ModelSettings
     """Settings of the architecture and the tokenizer. Settings that matter only for training have their defaults."""
-    architecture: dict[str, Any]
+    architecture: Tree
     """The architecture of the model, as models.clip.read_architecture returned it for the training run. Its entry
     init_logit_bias is None if the model has no logit_bias."""
-    preprocess: dict[str, Any]
+    preprocess: Tree
     """Entries of open_clip's preprocess_cfg. Entries that are missing have open_clip's defaults."""
     tensors: dict[str, Tensor]
     """Tensors keyed by open_clip's names, on the CPU, in fp32 (integer buffers are unchanged).
@@ -181,8 +181,8 @@ def _read_folder(path: Path) -> Weights:
 def _assemble(
     origin: Path,
     name: str,
-    architecture: dict[str, Any],
-    preprocess: dict[str, Any],
+    architecture: Tree,
+    preprocess: Tree,
     tensors: dict[str, Tensor],
 ) -> Weights:
     tensors = {

@@ -15,13 +15,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from disco_ds.config.ds_config import merge, read_ds_config
 from disco_ds.config.load import check_config
 from disco_ds.config.open_clip_flags import read_words
 from disco_ds.config.recipe import Config
-from disco_ds.config.recipe_yaml import Dumper, assign
+from disco_ds.config.recipe_yaml import assign, dump
 
 _MAIN = re.compile(r"(?:open_clip_train|training)[./]main(?:\.py)?\s(.*)")
 """Matches the call of open_clip's training program in a command line. Group 1 contains the program's flags."""
@@ -92,7 +90,7 @@ def translate(line: str, ranks: int | None = None) -> str:
         merge(tree, _nest(key, value))
     check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
     tree = {key: tree[key] for key in Config.model_fields if key in tree}  # the order of the docs
-    text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    text = dump(tree)
     return "".join(f"# {comment}\n" for comment in comments) + text
 
 

@@ -3,7 +3,7 @@
 Import-light: importing this package imports neither torch nor DeepSpeed.
 """
 
-from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings
+from disco_ds.config.data import AugmentSettings, DataSettings, SourceSettings
 from disco_ds.config.load import check_config, find_recipe, load_config
 from disco_ds.config.optim import EmaSettings
 from disco_ds.config.recipe import (
@@ -12,13 +12,13 @@ from disco_ds.config.recipe import (
     CheckpointSettings,
     Config,
     EvalSettings,
-    LossSettings,
     ModelSettings,
     OptimSettings,
     StageSettings,
 )
 from disco_ds.config.render import render_ds_config
 from disco_ds.config.schedule import Schedule, find_late, make_schedule
+from disco_ds.config.settings import Tree
 
 __all__ = [
     "BASE_BATCH",
@@ -29,13 +29,12 @@ __all__ = [
     "DataSettings",
     "EmaSettings",
     "EvalSettings",
-    "LossSettings",
     "ModelSettings",
     "OptimSettings",
-    "RemoteSettings",
     "Schedule",
     "SourceSettings",
     "StageSettings",
+    "Tree",
     "check_config",
     "find_late",
     "find_recipe",

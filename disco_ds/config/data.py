@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import PositiveCount, Settings
+from disco_ds.config.settings import PositiveCount, Settings, Tree
 from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
@@ -117,7 +117,7 @@ def _check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _check_filter(rules: dict[str, Tree]) -> dict[str, Tree]:
     for key, rule in rules.items():
         numbers = [rule[bound] for bound in ("min", "max") if bound in rule]
         if (
@@ -134,7 +134,7 @@ def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 GroupBy = Annotated[str, AfterValidator(_check_group_by)]
-Filter = Annotated[dict[str, dict[str, Any]], AfterValidator(_check_filter)]
+Filter = Annotated[dict[str, Tree], AfterValidator(_check_filter)]
 FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 CropScale = Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from disco_ds.config.settings import explain_value
+from disco_ds.config.settings import Tree, explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import suggest
 
@@ -33,7 +33,7 @@ OWNED_BY_RECIPE = {
 }
 """DeepSpeed key that must not be in a ds_config -> the recipe setting that controls it."""
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Tree = {
     "zero_optimization": {
         "stage": 0,
         "reduce_scatter": True,
@@ -116,7 +116,7 @@ NEUTRAL: dict[str, Any] = {
 accepted with the value false."""
 
 
-def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(base: Tree, changes: Tree) -> Tree:
     """Merge `changes` into `base` recursively and in place. Return `base`."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
@@ -137,7 +137,7 @@ def find_ds_configs() -> Path:
     return installed if installed.is_dir() else package.parent / "ds_configs"
 
 
-def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
+def read_ds_config(entry: str | Tree, folder: Path) -> Tree:
     """Return the ds_config that the `deepspeed` entry of a recipe describes.
 
     Args:
@@ -162,7 +162,7 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
     raise ValueError(f"deepspeed: there is no file {entry!r}; bundled names: {', '.join(known)}")
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> Tree:
     text = read_text(path, "ds_config")
     try:
         tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
@@ -173,9 +173,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
     """Build a dict from the key-value pairs of a JSON object. Refuse a key that occurs twice."""
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for key, value in pairs:
         if key in tree:
             raise ValueError(f"key {key!r} is given twice")
@@ -183,7 +183,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def precision(ds_config: dict[str, Any]) -> str:
+def precision(ds_config: Tree) -> str:
     """Return the precision that a ds_config enables: autocast, bf16, fp16 or fp32."""
     enabled = []
     for name in ("torch_autocast", "bf16", "fp16"):
@@ -197,7 +197,7 @@ def precision(ds_config: dict[str, Any]) -> str:
     return enabled[0].removeprefix("torch_") if enabled else "fp32"
 
 
-def zero_stage(ds_config: dict[str, Any]) -> int:
+def zero_stage(ds_config: Tree) -> int:
     """Return the ZeRO stage of a ds_config, 0 to 3."""
     value = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     if value not in (0, 1, 2, 3) or isinstance(value, bool):
@@ -205,7 +205,7 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
     return value
 
 
-def check_ds_config(ds_config: dict[str, Any]) -> None:
+def check_ds_config(ds_config: Tree) -> None:
     """Check all keys and values of a ds_config.
 
     Raises:
@@ -218,7 +218,7 @@ def check_ds_config(ds_config: dict[str, Any]) -> None:
     check_precision(ds_config)
 
 
-def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
+def _find_problems(ds_config: Tree) -> Iterator[str]:
     """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
     sections = {"": TOP_LEVEL} | _section_keys()
     for section, known in sections.items():
@@ -251,7 +251,7 @@ def _is_neutral(key: str, value: Any) -> bool:
     return bool(value.lower() == neutral if isinstance(value, str) else value == neutral)
 
 
-def _check_values(ds_config: dict[str, Any]) -> None:
+def _check_values(ds_config: Tree) -> None:
     """Refuse invalid values early. DeepSpeed would refuse them only after much of the run has been built.
 
     Raises:
@@ -278,7 +278,7 @@ def _check_values(ds_config: dict[str, Any]) -> None:
         raise ValueError(f"ds_config: numbers must be finite: {error}") from None
 
 
-def check_gradient(ds_config: dict[str, Any]) -> None:
+def check_gradient(ds_config: Tree) -> None:
     """Refuse settings with which DeepSpeed 0.19 would apply a wrong gradient in a custom training loop.
 
     Args:
@@ -299,7 +299,7 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
     check_precision(ds_config)
 
 
-def check_precision(ds_config: dict[str, Any]) -> None:
+def check_precision(ds_config: Tree) -> None:
     """Refuse combinations of precision and ZeRO stage with which DeepSpeed 0.19 would train incorrectly.
 
     Raises:

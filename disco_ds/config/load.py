@@ -15,7 +15,7 @@ from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config, StageSettings
 from disco_ds.config.recipe_yaml import assign, parse, split_overrides
-from disco_ds.config.settings import explain_value
+from disco_ds.config.settings import Tree, explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
@@ -60,42 +60,43 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
     assigned = split_overrides(overrides)
-    entries = [value for keys, value in assigned if keys == ["deepspeed"]]
-    entry = entries[0] if entries else tree.get("deepspeed", "zero1")
-    tree["deepspeed"] = read_ds_config(entry, path.parent)
+    tree.setdefault("deepspeed", "zero1")
+    tree |= {keys[0]: value for keys, value in assigned if len(keys) == 1}
+    tree["deepspeed"] = read_ds_config(tree["deepspeed"], path.parent)
     for keys, value in assigned:
-        if keys != ["deepspeed"]:
+        if len(keys) > 1:
             assign(tree, keys, value)
     origin = f"{path} and overrides" if overrides else str(path)
-    for name in REMOVED:
-        _drop_removed(tree, name.split("."), name, origin)
+    _drop_removed(tree, origin)
     return check_config(tree, origin)
 
 
-def _drop_removed(part: Any, keys: list[str], name: str, origin: str) -> None:
-    """Delete a setting of REMOVED from the settings, in place.
+def _drop_removed(part: Any, origin: str, prefix: str = "") -> None:
+    """Delete the settings of REMOVED, in place.
 
     Args:
-        part: The settings or, in a recursive call, a part of them.
-        keys: Path from `part` to the setting.
-        name: Dotted name of the setting, a key of REMOVED.
+        part: All settings or, in a recursive call, a part of them.
         origin: Where the settings come from, for error messages.
+        prefix: The beginning of the dotted names of the settings in `part`.
 
     Raises:
-        ValueError: If the setting has another value than its former default.
+        ValueError: If such a setting has another value than its former default.
     """
     if isinstance(part, list):
         for item in part:
-            _drop_removed(item, keys, name, origin)
-    elif isinstance(part, dict) and len(keys) > 1:
-        _drop_removed(part.get(keys[0]), keys[1:], name, origin)
+            _drop_removed(item, origin, prefix)
     elif isinstance(part, dict):
-        default, remedy = REMOVED[name]
-        if part.pop(keys[0], None) not in (None, default):
-            raise ValueError(f"{origin}: {name} is not a setting anymore: {remedy}")
+        for key in list(part):
+            name = f"{prefix}{key}"
+            if name not in REMOVED:
+                _drop_removed(part[key], origin, f"{name}.")
+                continue
+            default, remedy = REMOVED[name]
+            if part.pop(key) not in (None, default):
+                raise ValueError(f"{origin}: {name} is not a setting anymore: {remedy}")
 
 
-def check_config(tree: dict[str, Any], origin: str) -> Config:
+def check_config(tree: Tree, origin: str) -> Config:
     """Build a Config from a plain mapping.
 
     Args:

@@ -16,15 +16,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from disco_ds.config.data import CropScale, DataSettings, Pixels
+from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
-from disco_ds.config.recipe_yaml import Dumper
-from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings
+from disco_ds.config.recipe_yaml import dump
+from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings, Tree
 from disco_ds.config.templates import check_template
+from disco_ds.names import plural
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
@@ -350,7 +351,17 @@ class Config(Settings):
     mapping overrides. DeepSpeed's settings control ZeRO, precision, offload and communication."""
 
     @property
-    def loss_options(self) -> dict[str, Any]:
+    def precision(self) -> str:
+        """The precision that the DeepSpeed settings enable: autocast, bf16, fp16 or fp32."""
+        return precision(self.deepspeed)
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return zero_stage(self.deepspeed)
+
+    @property
+    def loss_options(self) -> Tree:
         """The options of the loss, including the weight of the teacher."""
         weight = {"teacher_weight": self.teacher.weight} if self.teacher else {}
         return self.loss.options | weight
@@ -361,15 +372,17 @@ class Config(Settings):
             raise ValueError(
                 "remove loss.options.teacher_weight: teacher.weight sets it, and teacher.model names the teacher"
             )
-        if self.teacher and self.loss.name not in TAUGHT:
+        if self.teacher is None:
+            return self
+        if self.loss.name not in TAUGHT:
             raise ValueError(
                 f"a teacher needs loss.name={' or '.join(TAUGHT)}, but loss.name is {self.loss.name}"
             )
-        if self.teacher and (self.model.two_views or self.data.source == "synthetic"):
+        if self.model.two_views or self.data.source == "synthetic":
             raise ValueError(
                 "a teacher needs captions: model.two_views and synthetic data have none"
             )
-        if self.teacher and self.teacher.image:
+        if self.teacher.image:
             if self.loss.name == "siglip" and self.teacher.bias is None:
                 raise ValueError(
                     "set teacher.bias: loss.name=siglip needs the teacher's logit bias"
@@ -398,15 +411,12 @@ class Config(Settings):
                 "with data.index=none, the length of an epoch is unknown: set samples and every_steps instead of "
                 "epochs and every_epochs"
             )
-        self._check_samples()
-        return self
-
-    def _check_samples(self) -> None:
         if self.samples and self.samples < self.global_batch:
             raise ValueError(
                 f"samples={self.samples} is less than one step of global_batch={self.global_batch}: "
                 "make the run longer or lower global_batch"
             )
+        return self
 
     def check_stages(self, samples: int = 0) -> None:
         """Check that every stage ends after a whole step.
@@ -459,13 +469,13 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_views(self) -> Config:
-        if self.model.two_views and not self.data.augment.is_random:
+        if not self.model.two_views:
+            return self
+        if not self.data.augment.is_random:
             raise ValueError(
                 "model.two_views needs random changes in data.augment: without them the two views are identical"
             )
-        if self.model.two_views and (
-            self.eval.labeled or self.eval.retrieval or self.eval.validation
-        ):
+        if self.eval.labeled or self.eval.retrieval or self.eval.validation:
             raise ValueError(
                 "model.two_views does not train the text tower, which these evaluations need: use "
                 "eval.probes instead"
@@ -517,7 +527,7 @@ class Config(Settings):
             return self
         stage = next((each for each in self.stages if number < each.until), self.stages[-1])
 
-        def given(*names: str) -> dict[str, Any]:
+        def given(*names: str) -> Tree:
             return stage.model_dump(include=set(names), exclude_none=True)
 
         changed = {
@@ -572,9 +582,8 @@ class Config(Settings):
                 valid global_batch.
         """
         if self.ranks is not None and ranks != self.ranks:
-            expected = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
             raise ValueError(
-                f"the recipe expects {expected}, but this run has {ranks}. Is the hostfile missing? "
+                f"the recipe expects {plural(self.ranks, 'rank')}, but this run has {ranks}. Is the hostfile missing? "
                 "Without it, deepspeed uses this host alone. To change the number on purpose, pass "
                 f"ranks={ranks}."
             )
@@ -598,22 +607,19 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end(step, samples))
-        configs = self.stage_configs
-        lines = []
-        for stage, config in zip(self.stages or [None], configs, strict=True):
-            line = config._describe_step(ranks)
-            if stage is None:
-                lines.append(line)
-            elif stage.until > samples:
-                changes = stage.model_dump(
-                    exclude_none=True, exclude={"until", "global_batch", "micro_batch"}
-                )
-                words = [line, *(f"{name} {value}" for name, value in changes.items())]
-                lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
+        lines = [] if self.stages else [self._describe_step(ranks)]
+        for stage in self.stages:
+            if stage.until <= samples:
+                continue
+            words = [self.at_sample(stage.until - 1)._describe_step(ranks)]
+            others = {"until", "global_batch", "micro_batch"}
+            changes = stage.model_dump(exclude_none=True, exclude=others)
+            words += [f"{name} {value}" for name, value in changes.items()]
+            lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
         lines.append(
             f"{length}, {self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
         )
-        highest = max(config.peak_lr for config in configs)
+        highest = max(config.peak_lr for config in self.stage_configs)
         if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
             lines.append(
                 f"DisCo-CLIP reports no accuracies for learning rates above {PUBLISHED_LR:g}: consider "
@@ -622,16 +628,13 @@ class Config(Settings):
         return "\n".join(lines)
 
     def _describe_step(self, ranks: int) -> str:
-        plural = "" if ranks == 1 else "s"
         rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
         return (
-            f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
+            f"global batch {self.global_batch:,} = {plural(ranks, 'rank')} x micro-batch "
             f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step, "
             f"peak learning rate {self.peak_lr:g}{rule}"
         )
 
     def to_yaml(self) -> str:
         """Return the settings as the YAML text of a recipe."""
-        return yaml.dump(
-            self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
-        )
+        return dump(self.model_dump(mode="json"))

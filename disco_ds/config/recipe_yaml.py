@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from disco_ds.config.settings import Tree
+
 MAX_NODES = 100_000
 """Maximum number of keys and values in a document. The content of an anchor counts again for each of its aliases."""
 
@@ -80,6 +82,11 @@ for _tag, _pattern in _PATTERNS.items():
         )
 
 
+def dump(tree: Tree) -> str:
+    """Return the text of a YAML document, which `parse` reads as the same values."""
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
 def parse(text: str, origin: str) -> Any:
     """Parse a YAML document and return its value.
 
@@ -136,7 +143,7 @@ def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
     return sorted(found, key=lambda override: len(override[0]))
 
 
-def assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+def assign(tree: Tree, keys: list[str], value: Any) -> None:
     """Set the value at a path of keys. An existing mapping at this path is replaced as a whole."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):

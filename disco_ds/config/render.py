@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, zero_stage
 from disco_ds.config.recipe import Config
+from disco_ds.config.settings import Tree
 
 GRADIENT_BUCKET = 50_000_000
 """Default number of gradient elements that ZeRO 1 to 3 reduce at a time.
@@ -17,7 +17,7 @@ reduced before the end of the backward pass.
 """
 
 
-def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
+def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> Tree:
     """Return the complete ds_config of a run.
 
     Args:

@@ -19,6 +19,8 @@ some libraries."""
 
 MAX_COUNT = 2**62
 """Upper bound of numbers of samples, steps and other counts, so that they fit into int64."""
+Tree = dict[str, Any]
+"""A mapping from names to values, which may be mappings again, such as settings or the content of a JSON file."""
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 PositiveCount = Annotated[int, Gt(0), Le(MAX_COUNT)]
 

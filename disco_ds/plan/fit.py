@@ -8,11 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from disco_ds.config import Config, check_config
-from disco_ds.config.ds_config import merge, zero_stage
-from disco_ds.config.recipe_yaml import Dumper
+from disco_ds.config.ds_config import merge
+from disco_ds.config.recipe_yaml import dump
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
@@ -75,7 +73,7 @@ def fit(
     if batch == "same":
         sizes = [m for m in range(min(sizes[0], b), min(sizes[-1], b) + 1) if b % m == 0]
         sizes = sizes or [config.micro_batch]
-    given = zero_stage(config.deepspeed)
+    given = config.zero_stage
     offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
     # lamb, muon and offload may need other settings at another stage. With them, only the recipe's stage is tried.
     is_free = given and config.optim.name not in ("lamb", "muon") and not offloads
@@ -107,9 +105,8 @@ def fit(
         for m, pixels, level in product(sizes, places, stages):
             towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
             variant = m, checkpointing, pixels, level
-            counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
-            if batch == "same":
-                counts = range(b // m, b // m + 1)
+            most = MAX_GLOBAL_BATCH // (ranks * m)
+            counts = [b // m] if batch == "same" else range(1, most + 1)
             # The index of the first K that does not fit is also the number of K that fit.
             num = bisect_left(counts, True, key=lambda K: not fits(change(K, *variant), towers))
             if num:
@@ -139,7 +136,7 @@ def fit(
 
 def with_stage(config: Config, level: int) -> Config:
     """Return the recipe with ZeRO stage `level`."""
-    if level == zero_stage(config.deepspeed):
+    if level == config.zero_stage:
         return config
     changes = {"zero_optimization": {"stage": level}}
     return config.model_copy(update={"deepspeed": merge(deepcopy(config.deepspeed), changes)})
@@ -152,7 +149,7 @@ def list_changes(before: Config, after: Config) -> list[str]:
             "micro_batch": config.micro_batch,
             "model.activation_checkpointing": config.model.activation_checkpointing,
             "image_staging": config.image_staging,
-            "deepspeed.zero_optimization.stage": zero_stage(config.deepspeed),
+            "deepspeed.zero_optimization.stage": config.zero_stage,
         }
         for config in (before, after)
     )
@@ -194,6 +191,5 @@ def write_recipe(config: Config, folder: Path, comment: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tree = config.model_dump(mode="json", exclude_defaults=True)
     text = "".join(f"# {line}\n" for line in comment.splitlines())
-    text += yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text + dump(tree), encoding="utf-8")
     return path

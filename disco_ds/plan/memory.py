@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, OptimSettings, render_ds_config
-from disco_ds.config.ds_config import precision, zero_stage
+from disco_ds.config import Config, OptimSettings, Tree, render_ds_config
 from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
@@ -105,7 +104,7 @@ def plan_memory(
         config.num_micro_batches(ranks), config.image_staging
     )
     # The teacher's weights, and its features twice: of each micro-batch, and concatenated.
-    teacher = towers.teacher * PARAMETER_DTYPES[precision(ds_config)].itemsize
+    teacher = towers.teacher * PARAMETER_DTYPES[config.precision].itemsize
     teacher += 2 * 2 * 4 * b * towers.teacher_width
     ordered = {}
     for name, moment in moments.items():
@@ -141,7 +140,7 @@ def known_samples(config: Config, given: int | None) -> int:
 
 
 def _plan_engine(
-    config: Config, ds_config: dict[str, Any], N: int, towers: Towers
+    config: Config, ds_config: Tree, N: int, towers: Towers
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """Predict the memory of the DeepSpeed engine.
 
@@ -151,8 +150,8 @@ def _plan_engine(
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    level = zero_stage(ds_config)
-    e = PARAMETER_DTYPES[precision(ds_config)].itemsize
+    level = config.zero_stage
+    e = PARAMETER_DTYPES[config.precision].itemsize
     K = config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)  # trained elements whose optimizer states this rank keeps
@@ -162,7 +161,7 @@ def _plan_engine(
     if level == 2 and zero.overlap_comm:  # see deepspeed_quirks.widen_bucket
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
-    sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
+    sent = PARAMETER_DTYPES[ds_config["communication_data_type"] or config.precision].itemsize
     # Bytes of a gradient element when it is sent. If this is not e, the conversion takes another copy.
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0

@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from disco_ds.config import Config
-from disco_ds.data import count_epoch, load_sources
+from disco_ds.data import Source, count_epoch, load_sources
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import Batch, fit, with_stage
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.text_tokens import read_text_tokens
-from disco_ds.plan.towers import Towers, build_fake_model, trace
+from disco_ds.plan.towers import Towers, trace
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,14 @@ def plan_run(
     ranks = ranks or config.ranks or 1
     if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
+    assumed = assumed or Assumptions()
+    is_complete = assumed.num_samples is not None and assumed.text_tokens is not None
+    sources = [] if is_complete else find_sources(config)
     epoch_samples = 0
-    if assumed is None or assumed.num_samples is None:
-        num_samples, epoch_samples = count_samples(config)
-        assumed = replace(assumed or Assumptions(), num_samples=num_samples)
-    assumed = read_text_tokens(config, assumed, build_fake_model)
+    if sources and assumed.num_samples is None:
+        epoch_samples = count_epoch(config.data, sources)
+        assumed = replace(assumed, num_samples=sum(source.num_samples for source in sources))
+    assumed = read_text_tokens(config, assumed, sources)
     if search:
         config, towers = fit(config, ranks, chosen, host_gib, assumed, search)
     else:
@@ -114,15 +117,11 @@ def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
     return None
 
 
-def count_samples(config: Config) -> tuple[int | None, int]:
-    """Return the number of samples in the data and the number of samples in an epoch.
-
-    If this machine cannot read the data, the result is (None, 0).
-    """
+def find_sources(config: Config) -> list[Source]:
+    """Load the sources of the recipe. Return an empty list if this machine cannot read the data."""
     # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
     if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
-        return None, 0
+        return []
     with suppress(ValueError, OSError):
-        sources = load_sources(config.data)
-        return sum(source.num_samples for source in sources), count_epoch(config.data, sources)
-    return None, 0
+        return load_sources(config.data)
+    return []

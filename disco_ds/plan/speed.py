@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from disco_ds.config import Config, render_ds_config
+from disco_ds.config import Config, Tree, render_ds_config
 from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.gpus import Gpu
@@ -91,23 +91,25 @@ def plan_speed(
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
-    gradient_bytes, parameter_bytes = _count_engine(config, ranks, K, towers)
+    ds_config = render_ds_config(config, ranks)
+    gradient_bytes, parameter_bytes = _count_engine(ds_config, ranks, K, towers)
     comm_bytes = cost.received_bytes + gradient_bytes + parameter_bytes
-    flops_per_s = 1e12 * rate * rates.get(precision(config.deepspeed), gpu.half)
+    flops_per_s = 1e12 * rate * rates.get(config.precision, gpu.half)
     hidden_s = 0.0
-    zero = render_ds_config(config, ranks)["zero_optimization"]
+    zero = ds_config["zero_optimization"]
     if zero["stage"] and zero.get("overlap_comm") and ranks > 1:
-        # Number of passes during which communication takes place, and the bytes that are received in all of them. The
-        # FLOPs are those of all passes at ZeRO 3, and those of one backward pass at ZeRO 1 and 2.
-        num_passes, received, flops = 1, gradient_bytes, towers.flops - towers.replay_flops
+        # Number of passes during which communication takes place, the bytes that are received in all of them, and the
+        # FLOPs of one pass. At ZeRO 1 and 2, these are backward passes.
+        num_passes, received = 1, gradient_bytes
+        flops: float = towers.flops - towers.replay_flops
         if zero["stage"] == 2:
             num_passes = K
         if zero["stage"] == 3:
-            num_passes, received, flops = 3 * K - 1, gradient_bytes + parameter_bytes, tower_flops
+            num_passes, received = 3 * K - 1, gradient_bytes + parameter_bytes
+            flops = tower_flops / num_passes
         num_buckets = math.ceil(towers.trained / zero["reduce_bucket_size"])
         each_s = received / (1e9 * link) / num_passes
-        window_s = flops / flops_per_s / (num_passes if zero["stage"] == 3 else 1)
-        hidden_s = num_passes * hide(each_s, window_s, num_buckets)
+        hidden_s = num_passes * hide(each_s, flops / flops_per_s, num_buckets)
     return Speed(
         towers_s=tower_flops / flops_per_s,
         loss_s=cost.flops / (1e12 * loss_rate * rates.get(cost.precision, gpu.half)),
@@ -124,12 +126,10 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
     model = config.model
     if model.towers == "open_clip":
         return OPEN_CLIP_RATE, "a guess"
-    compiled = model.compile is True or (
-        model.compile == "auto" and zero_stage(config.deepspeed) < 3
-    )
+    compiled = model.compile is True or (model.compile == "auto" and config.zero_stage < 3)
     rate = RATES.get(model.label, OTHER_RATE) * (1.0 if compiled else EAGER)
     cards = " and ".join(MEASURED_ON)
-    if model.label not in RATES or precision(config.deepspeed) != "autocast":
+    if model.label not in RATES or config.precision != "autocast":
         return rate, f"a guess from {', '.join(RATES)} on {cards} in autocast"
     how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {cards}"
     return rate, how if gpu.name in MEASURED_ON else f"a guess for this GPU: {how}"
@@ -148,9 +148,8 @@ def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
     return comm_s - exposed_s
 
 
-def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
+def _count_engine(ds_config: Tree, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
     """Count the bytes of gradients and of parameters that a rank receives in a step."""
-    ds_config = render_ds_config(config, ranks)
     level = zero_stage(ds_config)
     parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize
     gradients = (

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
-
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision
-from disco_ds.data import Source, load_sources
+from disco_ds.data import Source
 from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Samples
 from disco_ds.eval.model import read_form
@@ -19,19 +17,15 @@ from disco_ds.models.clip import build_tokenizer, read_text_size
 from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
 from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.towers import build_fake_model
 
 NUM_CAPTIONS = 1000
 """Number of captions that are read, evenly spaced over at most NUM_SHARDS shards."""
 NUM_SHARDS = 10
-ERRORS = 6
-"""Memory is planned for a micro-batch of long texts.
-
-The mean number of tokens in this micro-batch is this many standard errors above the mean of all texts.
-"""
 
 
 def read_text_tokens(
-    config: Config, assumed: Assumptions, build: Callable[[Config], Any]
+    config: Config, assumed: Assumptions, sources: Sequence[Source]
 ) -> Assumptions:
     """Fill in the mean number of tokens of a text from the recipe's shards, if they are on this machine.
 
@@ -39,18 +33,18 @@ def read_text_tokens(
         config: The recipe.
         assumed: The assumptions to complete. They are returned unchanged if they already have the number or if the
             shards cannot be read. If a GPU would compute the padding of the texts, the number is removed.
-        build: Builds the recipe's model. Fake parameters without values suffice.
+        sources: The sources of the recipe; empty if they cannot be loaded.
     """
     if assumed.text_tokens is not None:
-        return assumed if is_packed(config, build(config)) else replace(assumed, text_tokens=None)
-    if config.data.source == "synthetic":
+        packed = is_packed(config, build_fake_model(config))
+        return assumed if packed else replace(assumed, text_tokens=None)
+    if not sources or config.data.source == "synthetic":
         return assumed
     if any("://" in str(part.shards) for part in config.data.parts):
         return assumed
     lengths: list[int] = []
     with suppress(ValueError, OSError):
-        sources = load_sources(config.data)
-        model = build(config)
+        model = build_fake_model(config)
         count = find_counter(model)
         if count is None or not is_packed(config, model):
             return assumed
@@ -62,11 +56,10 @@ def read_text_tokens(
             samples.close()
     if not lengths:
         return assumed
-    found = np.array(lengths)
     return replace(
         assumed,
-        text_tokens=float(found.mean()),
-        text_deviation=float(found.std()),
+        text_tokens=fmean(lengths),
+        text_deviation=pstdev(lengths),
         num_captions=len(lengths),
     )
 
@@ -77,7 +70,7 @@ def is_packed(config: Config, model: Any) -> bool:
     Trimming a micro-batch to its longest text does not count, because among many texts one is usually long.
     """
     is_short = read_text_size(model)[0] <= MAX_ROWS
-    is_exact = precision(config.deepspeed) == "fp32"
+    is_exact = config.precision == "fp32"
     packed = packs(getattr(model, "text", model)) and not model.two_views
     return packed and is_short and not is_exact
 
@@ -86,7 +79,7 @@ def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
     """Read up to `num` captions of a source, and return the number of tokens of each."""
     lengths = []
     last = len(source.sizes) - 1
-    shards = sorted({i * last // max(NUM_SHARDS - 1, 1) for i in range(NUM_SHARDS)})
+    shards = sorted({i * last // (NUM_SHARDS - 1) for i in range(NUM_SHARDS)})
     share = -(-num // len(shards))
     for shard in shards:
         size = source.sizes[shard]
@@ -95,25 +88,3 @@ def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
                 _, text, _ = samples.read(shard, entry, 0, entry)
                 lengths.append(int(count(text[None])[0]))
     return lengths
-
-
-def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
-    """Choose the text lengths for which the memory of a micro-batch is planned.
-
-    Args:
-        assumed: The mean and the standard deviation of the number of tokens. Without a mean, all texts have the maximum
-            number of tokens.
-        m: Number of texts in the micro-batch.
-        context: Maximum number of tokens of a text.
-
-    Returns:
-        [m] integers, the number of tokens of each text.
-    """
-    if assumed.text_tokens is None:
-        return np.full(m, context)
-    deviation = assumed.text_deviation
-    if deviation is None:
-        deviation = assumed.text_tokens / 2
-    mean = min(assumed.text_tokens + ERRORS * deviation / m**0.5, context)
-    total = np.arange(m + 1) * mean
-    return np.diff(np.ceil(total)).astype(int).clip(1, context)

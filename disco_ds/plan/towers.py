@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,24 +27,20 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disco_ds.config import Config
-from disco_ds.config.data import AugmentSettings
-from disco_ds.config.ds_config import precision
-from disco_ds.data import MicroBatch, augment
+from disco_ds.data import MicroBatch
 from disco_ds.losses import build_loss
-from disco_ds.models.clip import (
-    Texts,
-    build_model,
-    pixel_affine,
-    read_preprocessing,
-    read_text_size,
-)
+from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
 from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.fast import find_counter
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.text_tokens import plan_lengths
-from disco_ds.training.engine import EngineTowers
+from disco_ds.training.engine import EngineTowers, prepare
 
 Watch = Callable[[str], AbstractContextManager[None]]
+ERRORS = 6
+"""Memory is planned for a micro-batch of long texts.
+
+The mean number of tokens in this micro-batch is this many standard errors above the mean of all texts.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,12 +122,13 @@ class Allocations(TorchDispatchMode):
         self.current -= num_bytes
 
 
+@dataclass
 class _Engine:
     """Stand-in for DeepSpeed's engine that provides only what EngineTowers needs."""
 
-    def __init__(self, model: nn.Module, kind: str):
-        self.module = model
-        self.kind = kind
+    module: nn.Module
+    kind: str
+    """Precision of the run: autocast, bf16, fp16 or fp32."""
 
     def __call__(self, **inputs: Tensor) -> Any:
         device = next(iter(inputs.values())).device.type
@@ -138,32 +136,21 @@ class _Engine:
             return self.module(**inputs)
 
 
-def run_passes(
-    model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch
-) -> int:
+def run_passes(config: Config, model: nn.Module, batch: MicroBatch, watch: Watch) -> int:
     """Run the forward and backward passes of training/step.py on one micro-batch.
 
     Args:
-        model: The model, in training mode.
-        kind: Precision of the run: autocast, bf16, fp16 or fp32.
+        config: The recipe.
+        model: Its model, in training mode.
         batch: The micro-batch.
-        settings: Settings of data.augment.
         watch: Called before each pass with the name of the field of Towers that the pass measures. The pass runs in
             the context manager that this function returns.
 
     Returns:
         The width of the features.
     """
-
-    def prepare(batch: MicroBatch) -> tuple[Any, ...]:
-        def view(number: int) -> Tensor:
-            return augment(batch.image, batch.epoch, batch.index, 0, settings, number)
-
-        text = view(1) if model.two_views else Texts(batch.text, batch.lengths)
-        return view(0), text, batch.index
-
-    engine: Any = _Engine(model, kind)
-    forward = EngineTowers(engine, prepare)
+    engine: Any = _Engine(model, config.precision)
+    forward = EngineTowers(engine, partial(prepare, config))
     with watch("replay"):
         forward(batch, keep_graph=False)
     with watch("forward"):
@@ -189,7 +176,7 @@ def prepare_model(config: Config) -> nn.Module:
     )
     before = torch.get_default_dtype()
     # Fake parameters cannot be cast in place, so they are created in the right dtype.
-    torch.set_default_dtype(PARAMETER_DTYPES[precision(config.deepspeed)])
+    torch.set_default_dtype(PARAMETER_DTYPES[config.precision])
     try:
         bias = loss.initial_bias(config.global_batch)
         model = build_model(settings, loss.initial_scale, bias, loss.learns_scale)
@@ -243,7 +230,7 @@ def trace(
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
         assumed: Assumptions about the number of tokens of a text. Memory is traced for texts that are longer than the
-            mean (plan_lengths in text_tokens.py chooses their lengths), and FLOPs for texts of the mean length.
+            mean (plan_lengths chooses their lengths), and FLOPs for texts of the mean length.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -321,7 +308,7 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
             else:
                 found["flops"] += memory.flops
 
-        width = run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
+        width = run_passes(config, model, batch, watch)
     return Towers(
         **found,
         trained=sum(trained),
@@ -330,6 +317,28 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
         width=width,
         sample=sum(x.numel() * x.element_size() for x in samples) // m,
     )
+
+
+def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
+    """Choose the text lengths for which the memory of a micro-batch is planned.
+
+    Args:
+        assumed: The mean and the standard deviation of the number of tokens. Without a mean, all texts have the maximum
+            number of tokens.
+        m: Number of texts in the micro-batch.
+        context: Maximum number of tokens of a text.
+
+    Returns:
+        [m] integers, the number of tokens of each text.
+    """
+    if assumed.text_tokens is None:
+        return np.full(m, context)
+    deviation = assumed.text_deviation
+    if deviation is None:
+        deviation = assumed.text_tokens / 2
+    mean = min(assumed.text_tokens + ERRORS * deviation / m**0.5, context)
+    total = np.arange(m + 1) * mean
+    return np.diff(np.ceil(total)).astype(int).clip(1, context)
 
 
 @contextmanager

@@ -20,22 +20,16 @@ from torch import nn
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
 from disco_ds.checkpoints.checkpoint import RunState, Saved
-from disco_ds.checkpoints.resume import (
-    choose,
-    find_started,
-    log_changes,
-    restore,
-    set_newer_aside,
-)
+from disco_ds.checkpoints.resume import choose, log_changes, restore, set_newer_aside
 from disco_ds.checkpoints.saver import Saver
 from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import (
     Config,
     Schedule,
+    Tree,
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -55,7 +49,7 @@ from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import ImageSet, load_sets
-from disco_ds.eval.model import in_precision, read_form, read_image_spec
+from disco_ds.eval.model import read_form, read_image_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -80,7 +74,7 @@ from disco_ds.models.pretrained import (
 )
 from disco_ds.models.weights_hash import hash_weights
 from disco_ds.names import load_custom
-from disco_ds.runs.run_folder import AUTO, refuse_other_name
+from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import (
@@ -138,9 +132,14 @@ class Run:
 
         It depends on the number of samples in the completed steps, because the global batch may change within a run.
         """
-        unit = self.schedule.warmup_batch
-        done, total = self.schedule.samples(step) / unit, self.schedule.num_samples / unit
-        return learning_rate(done, total, self.config.peak_lr, self.config.optim)
+        done, total = self.schedule.samples(step), self.schedule.num_samples
+        return find_rate(self.config, self.schedule, done, total)
+
+
+def find_rate(config: Config, schedule: Schedule, done: int, total: int) -> float:
+    """Return the learning rate of the step after `done` samples of a run of `total` samples."""
+    unit = schedule.warmup_batch
+    return learning_rate(done / unit, total / unit, config.peak_lr, config.optim)
 
 
 def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
@@ -153,12 +152,8 @@ def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
     """
     done, batch = schedule.first_samples, schedule.previous_batch
     end = done + (num_steps - schedule.first_step) * batch
-
-    def find_rate(samples: int, end: int) -> float:
-        unit = schedule.warmup_batch
-        return learning_rate(samples / unit, end / unit, config.peak_lr, config.optim)
-
-    before, now = find_rate(done - batch, end), find_rate(done, schedule.num_samples)
+    before = find_rate(config, schedule, done - batch, end)
+    now = find_rate(config, schedule, done, schedule.num_samples)
     is_warm = done >= config.optim.warmup_steps * schedule.warmup_batch
     if comm.rank() == 0 and is_warm and now > before:
         logger.warning(
@@ -204,10 +199,15 @@ def build(
     share = share_host()  # called early, because it sets the number of torch threads
     refuse_unchangeable(allow_change, resume)
     if resume == AUTO:
-        resume = comm.from_rank_0("run folder", partial(find_started, config))
+        newest = comm.from_rank_0("run folder", partial(find_newest, config.runs, config.name))
+        resume = str(newest) if newest else None
         unattended = True
     check_settings(config)
-    loss, sources, sets = load_loss_and_data(config)
+    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
+        loss = make_loss(config).to(comm.local_device())
+    with comm.all_or_none("data"):
+        sources = load_sources(config.data)
+        sets = load_sets(config.eval, config.data)
     teacher = build_teacher(config, loss, sources) if config.teacher else None
     identify_stage = identify(config, sources, teacher)
     recipe = config.with_samples(count_epoch(config.data, sources))
@@ -255,13 +255,15 @@ def build(
     metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples, num_samples)
     stack.callback(metrics.close)
     # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
-    is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
+    earlier = None
+    if saved and not find_changes(saved.meta["identity"], identity):
+        earlier = saved.meta["anomalies"]
     anomalies = AnomalyDetector(
         metrics.note,
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        state=saved.meta["anomalies"] if saved and is_same else None,
+        state=earlier,
     )
 
     def read_state(step: int) -> RunState:
@@ -325,16 +327,6 @@ def check_settings(config: Config) -> None:
             load_custom(config.optim.factory)
 
 
-def load_loss_and_data(config: Config) -> tuple[Loss, list[Source], list[ImageSet]]:
-    """Build the loss on this rank's device, and open the training data and the evaluation sets. Collective."""
-    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
-        loss = make_loss(config)
-    with comm.all_or_none("data"):
-        sources = load_sources(config.data)
-        sets = load_sets(config.eval, config.data)
-    return loss.to(comm.local_device()), sources, sets
-
-
 def plan_schedule(config: Config, saved: Saved | None) -> Schedule:
     """Return the schedule of a new run, or of one that resumes from a checkpoint."""
     if saved is None:
@@ -374,7 +366,7 @@ def build_loader(
             config.seed,
             position,
             Staging(config.image_staging, device, share.ranks, share.cores, share.memory_bytes / 8),
-            find_counter(model, device, precision(config.deepspeed) != "fp32"),
+            find_counter(model, device, config.precision != "fp32"),
         )
 
 
@@ -485,7 +477,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         check_image_size(settings, model)
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
-    is_half = precision(config.deepspeed) != "fp32"
+    is_half = config.precision != "fp32"
     parts = [*describe_parts(model, comm.local_device(), is_half), compiled]
     return model, tokenizer, f"towers: {', '.join(parts)}"
 
@@ -495,8 +487,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     settings = config.teacher
     assert settings is not None
     if settings.settings is None:
-        parts = [config.data.settings_of(part) for part in config.data.parts]
-        find = partial(find_stored, parts, settings, sources)
+        find = partial(find_stored, config.data.per_source, settings, sources)
         stored = comm.from_rank_0("teacher", find)
         assert stored
         return StoredTeacher(settings, stored, comm.local_device())
@@ -507,11 +498,8 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     identity = settings.model_dump(mode="json", include={"model", "weight"})
     identity["weights"] = hash_weights(model)
     description = f"{settings.model}; {description}"
-    placed: Any = model.to(comm.local_device())
-    scale = placed.logit_scale.detach().float().exp()
-    bias = None if placed.logit_bias is None else placed.logit_bias.detach().float()
-    placed = in_precision(placed, precision(config.deepspeed))
-    return FrozenTeacher(placed, tokenizer, scale, bias, description, identity)
+    placed = model.to(comm.local_device())
+    return FrozenTeacher(placed, tokenizer, config.precision, description, identity)
 
 
 def compile_if_possible(config: Config, model: nn.Module) -> str:
@@ -523,7 +511,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
     device = comm.local_device()
     if config.model.compile != "auto" or device.type != "cuda":
         return "compiled" if is_compiled(model) else "not compiled"
-    if zero_stage(config.deepspeed) == 3:
+    if config.zero_stage == 3:
         problem: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
         problem = find_kernel_problem(device, "fp16")
@@ -537,7 +525,7 @@ def compile_if_possible(config: Config, model: nn.Module) -> str:
 
 def identify(
     config: Config, sources: list[Source], teacher: RunTeacher | None
-) -> Callable[[Config], dict[str, Any]]:
+) -> Callable[[Config], Tree]:
     """Return a function that maps a stage's settings to the values that must stay the same on resume. Collective.
 
     These values are checkpoint.identity and the entries model.preprocess and teacher. The returned function does not
@@ -553,7 +541,7 @@ def identify(
         # deleted later.
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
-        def identify_stage(stage: Config) -> dict[str, Any]:
+        def identify_stage(stage: Config) -> Tree:
             found = checkpoint.identity(stage, data, read_architecture(stage.model))
             found |= {"model.preprocess": preprocess}
             return found | {"teacher": teacher.identity} if teacher else found
@@ -566,7 +554,7 @@ def identify(
 
 
 def start_engine(
-    config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
+    config: Config, model: nn.Module, loss: Loss, ds_config: Tree, saved: Saved | None
 ) -> Engine:
     """Build the engine. Collective.
 

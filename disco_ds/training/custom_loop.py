@@ -133,7 +133,7 @@ def contrastive_step(
         out = loss(replace(embeddings, teacher=teacher))
         if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
-            backend.warn_of_unaveraged()
+            warn_of_unaveraged(model)
         return out
 
     before = Snapshot(model, device)
@@ -179,6 +179,17 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
                 "updated twice per step, and the gradient would depend on how the batch is split. Call .eval() on that "
                 "layer, or use one micro-batch."
             )
+
+
+def warn_of_unaveraged(model: Any) -> None:
+    """On rank 0, warn if neither DeepSpeed nor DDP nor FSDP2 averages the gradients of the model over ranks."""
+    averages = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
+    if not averages and comm.size() > 1 and comm.rank() == 0:
+        warn(
+            "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
+            "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
+            "on submodules first, then on the whole model)"
+        )
 
 
 def _split_on_all_ranks(
@@ -305,30 +316,22 @@ class _Engine:
         """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
         return backward_and_step(self.engine, surrogates) is not None
 
-    def warn_of_unaveraged(self) -> None:
-        """Do nothing, because DeepSpeed always averages the gradients over ranks."""
 
-
+@dataclass
 class _Plain:
     """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
 
     DDP and FSDP2 average the gradients over ranks in the last backward of a training step.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        micro_batches: int,
-        backward: Callable[[Tensor], None],
-        reports_skips: bool,
-    ):
-        self.model = model
-        self.num_micro_batches = micro_batches
-        self.backward = backward
-        self.reports_skips = reports_skips
-        self.is_fsdp = hasattr(model, "set_requires_gradient_sync")
-        self.is_ddp = hasattr(model, "no_sync")
-        if micro_batches > 1 and getattr(self.model, "static_graph", False):
+    model: Any
+    num_micro_batches: int
+    backward: Callable[[Tensor], None]
+    reports_skips: bool
+    """Whether `run` checks if torch's GradScaler will skip the update."""
+
+    def __post_init__(self) -> None:
+        if self.num_micro_batches > 1 and getattr(self.model, "static_graph", False):
             raise ValueError(
                 "DistributedDataParallel(static_graph=True) supports only one micro-batch: leave out "
                 "static_graph, or pass micro_batches=1"
@@ -337,10 +340,11 @@ class _Plain:
     @contextmanager
     def synchronized(self, last: bool) -> Iterator[None]:
         """In this block, let DDP or FSDP2 average gradients over ranks only if `last` is True."""
-        if self.is_fsdp:
+        if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-        with self.model.no_sync() if self.is_ddp and not last else nullcontext():
+        is_ddp = hasattr(self.model, "no_sync")
+        with self.model.no_sync() if is_ddp and not last else nullcontext():
             yield
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
@@ -364,12 +368,3 @@ class _Plain:
         largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
         # If this rank has no rows at all, `largest` is on the CPU.
         return not comm.largest_of({"not_finite": ~torch.isfinite(largest)})["not_finite"]
-
-    def warn_of_unaveraged(self) -> None:
-        """Warn if nothing averages the gradients over ranks."""
-        if not (self.is_ddp or self.is_fsdp or comm.size() == 1) and comm.rank() == 0:
-            warn(
-                "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
-                "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
-                "on submodules first, then on the whole model)"
-            )

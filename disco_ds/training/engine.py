@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 
-from disco_ds.config import Config, OptimSettings
+from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.data import MicroBatch, augment
 from disco_ds.data.stored import VIEW_SEED, unpack
 from disco_ds.distributed import comm, deepspeed_quirks
@@ -72,24 +73,23 @@ class SpikeError(Exception):
         self.norm = norm
 
 
+@dataclass
 class EngineTowers:
     """Runs an engine's towers on a micro-batch (implements grad_accum.Towers).
 
     Calling the object computes the features for the loss. `again` recomputes them for the backward, but only those of
     the trained towers.
-
-    Args:
-        engine: The engine.
-        prepare: Turns a micro-batch into the inputs of the towers.
-        teacher: Called on each micro-batch; `again` does not call it.
     """
 
-    def __init__(self, engine: Engine, prepare: Prepare, teacher: RunTeacher | None = None):
-        self.engine = engine
-        self.prepare = prepare
-        self.teacher = teacher
-        self.trained = trained_sides(engine.module)
-        self.compiled = is_compiled(engine.module)
+    engine: Engine
+    prepare: Prepare
+    """Turns a micro-batch into the inputs of the towers."""
+    teacher: RunTeacher | None = None
+    """Called on each micro-batch; `again` does not call it."""
+
+    def __post_init__(self) -> None:
+        self.trained = trained_sides(self.engine.module)
+        self.compiled = is_compiled(self.engine.module)
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
@@ -125,7 +125,7 @@ class EngineTowers:
         return self.engine(**inputs) if inputs else (None, None, None, None)
 
 
-def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
+def build_engine(model: nn.Module, settings: OptimSettings, ds_config: Tree) -> Engine:
     """Wrap the model in a DeepSpeed engine. Collective: every rank must call this.
 
     Args:
@@ -314,8 +314,8 @@ def backward_and_step(
                 # At ZeRO 0, DeepSpeed neither returns the norm nor checks for NaN, so this code does.
                 # At this point, the gradients are already averaged over ranks.
                 trained = [p for p in engine.module.parameters() if p.grad is not None]
-                norms = torch.stack(torch._foreach_norm([p.grad for p in trained]))
-                norm = norms.float().square().sum().sqrt().cpu()  # the only wait for the device
+                norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+                norm = norm.cpu()  # the only wait for the device
                 deepspeed_quirks.clip_by(engine, trained, norm)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):

@@ -41,18 +41,14 @@ class Rng:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device
         self._index = None if device is None else device.index
         self._cpu_state = torch.get_rng_state()
-        self._device_state = None
-        if get_accelerator().device_name() != "cpu":
-            self._device_state = get_accelerator().get_rng_state(self._index)
+        self._device_state = get_accelerator().get_rng_state(self._index)
 
     def restore(self) -> None:
         """Set the generators back to the copied states."""
         torch.set_rng_state(self._cpu_state)
-        if self._device_state is not None:
-            get_accelerator().set_rng_state(self._device_state, self._index)
+        get_accelerator().set_rng_state(self._device_state, self._index)
 
 
 class Snapshot:

@@ -30,7 +30,7 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
             another type, or if it contains no tensor.
     """
     sizes: dict[str, int] = {}
-    parts = _cut(batch, count, (), sizes)
+    parts = [_take(batch, k, count, (), sizes) for k in range(count)]
     if not sizes:
         raise ValueError(f"the batch contains no tensor; {DIVIDES}")
     if len(set(sizes.values())) > 1:
@@ -41,11 +41,15 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
     return parts, next(iter(sizes.values()))
 
 
-def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> list[Any]:
-    """Split a tensor, or all tensors in a container, and record the number of samples per tensor in `sizes`."""
+def _take(value: Any, k: int, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> Any:
+    """Return part k of a tensor or of all tensors in a container. Record the number of samples of each in `sizes`."""
     name = ".".join(path) or "the batch"
+
+    def take(key: Any, field: Any) -> Any:
+        return _take(field, k, count, (*path, str(key)), sizes)
+
     if value is None:
-        return [None] * count
+        return None
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         size = shape[0] if shape else 0
@@ -54,28 +58,14 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
                 f"{name} of shape {shape} cannot be divided evenly into {count} micro-batches"
             )
         sizes[name] = size
-        return list(value.split(size // count))
+        return value.split(size // count)[k]
     if isinstance(value, Mapping):
-        fields = dict(value)
-    elif isinstance(value, list | tuple):
-        fields = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value):
-        fields = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-    else:
-        raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")
-    cut = {key: _cut(field, count, (*path, str(key)), sizes) for key, field in fields.items()}
-    return [_build(value, {key: parts[k] for key, parts in cut.items()}) for k in range(count)]
-
-
-def _build(container: Any, fields: dict[Any, Any]) -> Any:
-    """Return a container like `container` whose values are those of `fields`. A mapping becomes a dict."""
-    if isinstance(container, Mapping):
-        return fields
-    if isinstance(container, list | tuple):
-        make = getattr(type(container), "_make", type(container))  # namedtuples have _make
-        return make(fields.values())
-    return dataclasses.replace(container, **fields)
+        return {key: take(key, field) for key, field in value.items()}
+    if isinstance(value, list | tuple):
+        make = getattr(type(value), "_make", type(value))  # namedtuples have _make
+        return make(take(number, field) for number, field in enumerate(value))
+    if dataclasses.is_dataclass(value):
+        keys = [field.name for field in dataclasses.fields(value) if field.init]
+        parts = {key: take(key, getattr(value, key)) for key in keys}
+        return dataclasses.replace(value, **parts)  # type: ignore[type-var]
+    raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")

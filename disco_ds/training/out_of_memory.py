@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import Config
-from disco_ds.config.ds_config import zero_stage
 from disco_ds.distributed import comm
 from disco_ds.distributed.comm import is_out_of_memory
 
@@ -106,7 +105,7 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
         yield "image_staging=compressed, or image_staging=host"
     if phase in ("forward", "backward and update") and not config.model.activation_checkpointing:
         yield "model.activation_checkpointing=true"
-    level = zero_stage(config.deepspeed)
+    level = config.zero_stage
     if level < 3:
         yield f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks"
     else:

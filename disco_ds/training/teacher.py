@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import MicroBatch
 from disco_ds.data.stored import StoredEmbeddings, unpack
+from disco_ds.eval.model import in_precision
 from disco_ds.losses import Teacher
 from disco_ds.models.clip import Texts, read_preprocessing
 
@@ -22,10 +23,9 @@ class FrozenTeacher:
     """Computes a frozen model's features of a micro-batch.
 
     Args:
-        model: A model from build_model, on this rank's device and in the precision of the run.
+        model: A model from build_model in fp32, on this rank's device. It is converted to the precision of the run.
         tokenizer: The model's tokenizer.
-        scale: [1], the model's exp(logit_scale) in fp32, computed before the model is converted to bf16 or fp16.
-        bias: [1], the model's logit_bias in fp32; None if it has none.
+        kind: Precision of the run: autocast, bf16, fp16 or fp32. The logit scale and the logit bias stay in fp32.
         description: For the log: the model's name, and which parts of its towers use this package's faster versions or
             are compiled.
         identity: The values that must stay the same when the run is resumed.
@@ -33,27 +33,27 @@ class FrozenTeacher:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any,
-        scale: Tensor,
-        bias: Tensor | None,
+        kind: str,
         description: str,
         identity: dict[str, Any],
     ):
-        self.model = model.eval().requires_grad_(False)
+        self.scale = model.logit_scale.detach().float().exp()
+        self.bias = None if model.logit_bias is None else model.logit_bias.detach().float()
+        self.model = in_precision(model, kind).eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.scale, self.bias = scale, bias
         self.description, self.identity = description, identity
         self.size = tuple(read_preprocessing(model).size)
 
     @torch.no_grad()
-    def __call__(self, image: Tensor, text: Tensor | Texts, batch: MicroBatch) -> list[Teacher]:
+    def __call__(self, image: Tensor, text: Texts, batch: MicroBatch) -> list[Teacher]:
         """Compute the features of a micro-batch.
 
         Args:
             image: [m, 3, H, W], the augmented images of m samples that the student sees. They are uint8 from 0 to 255,
                 or floats from 0 to 1. This method resizes them, and the model normalizes them.
-            text: The student's tokens, [m, number of tokens].
+            text: The student's tokens.
             batch: The micro-batch. Its teacher_text contains the teacher's tokens if the teacher's tokenizer differs
                 from the student's, and is None otherwise.
         """
@@ -62,8 +62,7 @@ class FrozenTeacher:
             image = F.interpolate(pixels, self.size, mode="bicubic", antialias=True).clamp_(0, 1)
         if batch.teacher_text is not None:
             text = Texts(batch.teacher_text, None)
-        inputs = text if isinstance(text, Texts) else Texts(text, None)
-        rows, texts, *_ = self.model(image=image, **inputs._asdict())
+        rows, texts, *_ = self.model(image=image, **text._asdict())
         return [Teacher(rows, texts, self.scale, self.bias)]
 
 
@@ -87,7 +86,7 @@ class StoredTeacher:
         self.identity = settings.model_dump(mode="json", exclude={"model", "pretrained"})
         self.identity["widths"] = self.widths
 
-    def __call__(self, image: Tensor, text: Tensor | Texts, batch: MicroBatch) -> list[Teacher]:
+    def __call__(self, image: Tensor, text: Texts, batch: MicroBatch) -> list[Teacher]:
         """Return each teacher's features of a micro-batch, as unit rows. Only `batch` is used."""
         assert batch.stored is not None
         _, _, embeddings = unpack(batch.stored)

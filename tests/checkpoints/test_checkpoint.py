@@ -190,6 +190,15 @@ def test_generators_resume_from_a_checkpoint(tmp_path: Path) -> None:
     assert again == drawn
 
 
+def test_generators_resume_on_the_cpu_from_a_checkpoint_of_a_gpu() -> None:
+    state = _rng_state() | {
+        "device": torch.zeros(16, dtype=torch.uint8)
+    }  # the size of a CUDA generator's state
+    drawn = torch.rand(3).tolist()
+    _restore_rng(state)
+    assert torch.rand(3).tolist() == drawn
+
+
 def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
     config = tiny_config(
         "moved/tiny.json", {"zero_optimization": {"stage": 1}}, model__pretrained="weights.pt"

@@ -576,7 +576,8 @@ def test_gradients_of_16_bit_parameters_travel_in_fp32(tmp_path: Path) -> None:
         ds_config = {"bf16": {"enabled": True}, "zero_optimization": zero}
         return config.model_copy(update={"deepspeed": ds_config})
 
-    counts = [sum(_count_engine(of(stage), 8, K, towers)) / (7 / 8 * P) for stage in (1, 2, 3)]
+    rendered = [render_ds_config(of(stage), 8) for stage in (1, 2, 3)]
+    counts = [sum(_count_engine(each, 8, K, towers)) / (7 / 8 * P) for each in rendered]
     assert counts == pytest.approx([10, 8 * K + 2, 2 * (3 * K - 1) + 4 * K], rel=1e-5)
     for stage in (1, 2):
         # A bucket of 1,000 elements and its flat copy, both in bf16, and a copy in fp32.

@@ -14,7 +14,6 @@ import torch
 from torch.profiler import profile
 
 from disco_ds.config import Config, load_config
-from disco_ds.config.ds_config import precision
 from disco_ds.distributed import comm
 from disco_ds.plan.memory import GIB
 from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
@@ -62,7 +61,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
             found[name] = max(found[name], base)
 
     watch = on_gpu if device.type == "cuda" else on_cpu
-    run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
+    run_passes(config, model, batch, watch)
     return replace(trace(config, m, device.type != "cpu"), **found)
 
 
