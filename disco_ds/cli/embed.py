@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from disco_ds.config import load_config
-from disco_ds.config.ds_config import precision
 from disco_ds.eval.embed import IMAGE, TEXT, Embedder
 from disco_ds.eval.model import in_precision, load_model
 from disco_ds.models.weights_hash import hash_weights
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     identity = {"model": args.model, "weights": hash_weights(model)}
     clip: Any = model
     scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
-    model = in_precision(model.requires_grad_(False), precision(config.deepspeed))
+    model = in_precision(model.requires_grad_(False), config.precision)
     embedder = Embedder(config, model, tokenizer, identity, args.views, args.batch)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     embedder.write(args.to, rank, size)

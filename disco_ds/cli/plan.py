@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from disco_ds.config import load_config
-from disco_ds.config.ds_config import zero_stage
 from disco_ds.models.gpus import find_gpu
 from disco_ds.names import plural
 from disco_ds.plan.assumptions import Assumptions
@@ -103,7 +102,7 @@ def describe_stage(made: Plan) -> str:
         return "ZeRO: the recipe fits at no stage"
     level, factor = found
     text = f"ZeRO: stage {level} is the lowest that fits"
-    given = zero_stage(made.config.deepspeed)
+    given = made.config.zero_stage
     if given > level and factor:
         text += f"; a step at stage {given} takes {factor:.2f} times as long"
     return text

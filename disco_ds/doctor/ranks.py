@@ -16,7 +16,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from disco_ds.config import Config, OptimSettings, render_ds_config
-from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
 from disco_ds.doctor import Line, examine
@@ -123,7 +122,7 @@ def run_alone(small: Config) -> tuple[Result, float]:
         process computes in the run's precision on the run's device.
     """
     true, loss = _backward(small, "float64", torch.device("cpu"))
-    rough, _ = _backward(small, precision(small.deepspeed), comm.local_device())
+    rough, _ = _backward(small, small.precision, comm.local_device())
     return (true, loss), _relative_error(rough, true)
 
 
@@ -149,7 +148,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     found = (
         f"relative error {error:.1e} of the gradient and {loss_error:.1e} of the loss compared with one "
         f"process; allowed {tolerance:.1e}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
-        f"ZeRO {zero_stage(small.deepspeed)}, {precision(small.deepspeed)}"
+        f"ZeRO {small.zero_stage}, {small.precision}"
     )
     remedy = (
         "the training would be wrong: remove loss.options and ds_config keys until this passes; a "
@@ -163,7 +162,7 @@ def _max_tolerance(small: Config) -> float:
     """Return the larger of the bounds in _MAX_TOLERANCE for the precision of the towers and for that of the loss."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
-    return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])
+    return max(_MAX_TOLERANCE[small.precision], _MAX_TOLERANCE[tiling.precision])
 
 
 def _step(small: Config, count: int) -> Result:

@@ -75,9 +75,8 @@ class InfoNCE(torch.autograd.Function):
             student.drop_shift()
             gradients, target_gradient = _gradients(student, taught, needed)
         ctx.gradients = gradients
-        ctx.shift = (
-            student.shift
-        )  # backward does not need it; tests and tools/check/losses.py read it
+        # backward does not need the shift; tests and tools/check/losses.py read it.
+        ctx.shift = student.shift
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
         x, sums = student.x, student.sums
         per_pair = torch.logaddexp(torch.zeros_like(x), student.others - x).sum(0)

@@ -58,7 +58,7 @@ def _take(value: Any, k: int, count: int, path: tuple[str, ...], sizes: dict[str
                 f"{name} of shape {shape} cannot be divided evenly into {count} micro-batches"
             )
         sizes[name] = size
-        return value.split(size // count)[k]
+        return value.narrow(0, k * (size // count), size // count)
     if isinstance(value, Mapping):
         return {key: take(key, field) for key, field in value.items()}
     if isinstance(value, list | tuple):
