@@ -64,6 +64,7 @@ def test_package_outside_of_the_bounds_is_named(
     assert "-> pip install 'deepspeed<0.20,>=0.19.8'" in told
 
 
+@pytest.mark.slow
 def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> None:
     """torchvision's operators cannot be loaded, as if it were built for CUDA and torch for the CPU."""
     original = Path(torchvision.__file__).parent
