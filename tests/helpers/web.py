@@ -66,7 +66,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.end_headers()
         breaks = self.server.broken[path]
         stop = breaks.pop(0) if breaks else len(data)
-        self.server.sent += max(0, stop - start)  # first, because the client may not wait for this thread
+        self.server.sent += max(
+            0, stop - start
+        )  # first, because the client may not wait for this thread
         self.wfile.write(data[start:stop])
         self.close_connection = True
 
