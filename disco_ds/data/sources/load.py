@@ -231,4 +231,4 @@ def _measure(samples: Samples, image: str) -> int:
                     return read_array(image, samples.read_members(shard, entry), {}).shape[-1]
             except BrokenSample as error:
                 reason = str(error)
-    raise ValueError(f"none of the first {_NUM_MEASURED:,} samples has stored embeddings: {reason}")
+    raise ValueError(f"none of the first samples has stored embeddings: {reason}")
