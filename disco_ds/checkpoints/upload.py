@@ -15,7 +15,7 @@ from pathlib import Path
 from disco_ds.checkpoints.retention import list_complete, warn_once
 
 LOG = "copies.log"
-"""File in the run folder that receives the output of the command."""
+"""File in the run folder that receives the output of checkpoint.copy_command."""
 HANDLED = "copied"
 """Empty file in a checkpoint whose upload has succeeded, failed or been skipped.
 

@@ -307,7 +307,7 @@ class DataSettings(SampleSettings):
 
     @property
     def per_source(self) -> list[DataSettings]:
-        """The data settings of each source: the values that the source sets replace those in `data`."""
+        """The data settings of each source (see settings_of)."""
         return [self.settings_of(part) for part in self.parts]
 
     @property
@@ -316,7 +316,7 @@ class DataSettings(SampleSettings):
         return self.worker_timeout_s / 5
 
     def settings_of(self, part: SampleSettings) -> DataSettings:
-        """Return the data settings of one source: the values that the source sets replace those in `data`."""
+        """Return the data settings, in which what the source sets, such as its captions, replaces that of `data`."""
         if part is self:
             return self
         keys = {"image_key", "captions", "uids", "filter", "transforms"}

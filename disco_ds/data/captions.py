@@ -43,7 +43,8 @@ def pick_caption(
 
     A field in a template names a member of the sample: {txt} is the text of the member txt, {json[key]} is an entry of
     the parsed member json, {json[key][0]} is the first item of a list, and {json[key][*]} is a random item of it. A
-    field must not be a whole list. {json[key]|txt} is the first of the alternatives that the sample has.
+    field must not be a whole list. {json[key]|txt} is the first of the alternatives that the sample has and that is
+    not blank.
 
     Args:
         weights: The weight of each template, from data.captions.

@@ -128,10 +128,10 @@ def fuse_update(engine: Engine, all_reduce: Callable[[Tensor], Tensor]) -> None:
     """Make the end of a step faster by processing many parameters in one operation.
 
     DeepSpeed 0.19 processes one parameter at a time. For ViT-B/32 at ZeRO 1, this takes 1,344 operations, and the GPU
-    idles while the host issues them (docs/launches.md). The results are the same up to rounding.
+    idles while the host issues them (tools/lab_notes.md). The results are the same up to rounding.
 
     Args:
-        engine: The engine, at any ZeRO stage.
+        engine: The engine. At ZeRO 3, nothing is changed.
         all_reduce: Returns the sum of a tensor over ranks.
     """
     stage = engine.zero_optimization_stage()

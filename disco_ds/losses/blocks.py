@@ -504,7 +504,7 @@ def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
     """Choose the rows, which stay on their rank, and the columns, which are sent to other ranks.
 
     The rows are the images, unless only the texts have a gradient. If one tower is locked, the columns are therefore
-    the features of the locked tower, and no gradient is sent back.
+    the features of the locked tower. Their gradient is not needed, and only NT-Xent sends one back.
 
     Returns:
         Rows, columns, and whether the rows are texts.

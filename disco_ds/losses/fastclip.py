@@ -1,6 +1,7 @@
 """FastCLIP and related losses, which keep an estimate of each sample's softmax denominator between batches.
 
-The six losses are presets of one loss. They differ in objective, temperature and schedule of gamma. The tiles are
+The six losses are presets of one loss. They differ in objective, temperature and the schedule of
+gamma, the weight of the current batch in the estimate. The tiles are
 computed as in `disco_fused`, but the loss and its gradient are computed from the row and column sums by other
 formulas. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """

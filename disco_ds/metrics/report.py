@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 NUM_MEANS = 40
-"""A long curve is drawn thin, with a thick line through this many means on top of it. A curve is long if it has at
-least twice this many points."""
+"""Number of equal parts into which a long curve is divided. A thick line connects the means of the parts, on top of the
+thin curve. A curve is long if each part has at least two points."""
 _MAX_LETTERS = 28
 """Maximum number of characters of a label; longer labels are cut."""
 STYLE: list[Any] = [

@@ -371,7 +371,7 @@ def build_loader(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return the function that writes metrics to each active tracker, keyed by the tracker's name."""
+    """Return one function per active tracker, which writes metrics to it, keyed by the tracker's name."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,

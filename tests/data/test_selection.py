@@ -171,7 +171,7 @@ def test_columns_of_a_csv_are_compared_as_text() -> None:
 
 
 def test_whole_shards_are_dropped(folder: Path) -> None:
-    # Only the last two of the six shards have such samples.
+    # Only the last two of the six shards have samples with a score of at least 0.93.
     data = settings(folder, slots=2, filter={"score": {"min": 0.93}}, index="none")
     loader = make_loader(load_sources(data), data)
     steps = [read_step(loader) for _ in range(20)]

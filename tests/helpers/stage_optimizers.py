@@ -44,7 +44,7 @@ KILLED_AT = "KILLED_AT"
 
 
 class AdamWUntilKilled(torch.optim.AdamW):
-    """AdamW that kills its process after the update of step KILLED_AT, or between two stages if it is "border"."""
+    """AdamW that kills its process where KILLED_AT says: after the update of that step, or between two stages."""
 
     def __init__(self, groups: list[dict[str, Any]]):
         super().__init__(groups, lr=0.0)

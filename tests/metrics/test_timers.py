@@ -112,10 +112,10 @@ def test_flops_are_those_of_the_matrix_products(
     ("device", "name"),
     [
         ("NVIDIA A100-SXM4-40GB", "A100-40G"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40G"),
         ("A100-SXM4-40GB", "A100-40G"),
         ("NVIDIA A100-SXM4-80GB", "A100-80G"),
-        ("NVIDIA A100 80GB PCIe", "A100-80G"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100-80G"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA H100 NVL", "H100-NVL"),

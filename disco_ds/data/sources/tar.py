@@ -329,11 +329,11 @@ class TarReader:
             except CacheFullError:
                 if not self._files:
                     raise
-                # Once the least recently used shard is closed, the cache can evict it.
                 warnings.warn(
                     "data.remote.cache_gb is small: some shards may be fetched repeatedly",
                     stacklevel=2,
                 )
+                # Close the least recently used shard, so that the cache can evict it.
                 self._files.popitem(last=False)[1].close()
         # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
         return open(self._folder / self._names[shard], "rb", buffering=0)

@@ -1,9 +1,10 @@
 """The operations on one tile in torch: the reference implementation, which also runs on CPUs.
 
-triton_tiles.py has the same functions. x_ij is the row scale times <r_i, c_j>, y_ij the column scale times <r_i, c_j>.
-The arguments row_scale, row_shift and a have the shape [n]; column_scale, column_shift and beta have the shape [m];
-scale, shift and bias have the shape [1]. All are in full precision, except `shift`, which is float64. If maxima are
-not requested, the functions return None in their place.
+triton_tiles.py has the same functions. A tile has n rows r_i and m columns c_j. x_ij is the row scale times
+<r_i, c_j>, and y_ij is the column scale times <r_i, c_j>. The arguments row_scale, row_shift and a have the shape [n];
+column_scale, column_shift and beta have the shape [m]; scale, shift and bias have the shape [1]. All have the dtype of
+the similarities (fp32, or float64 for float64 features), except `shift`, which is always float64. If maxima are not
+requested, the functions return None in their place.
 """
 
 # n rows, m columns, D width of a tile
