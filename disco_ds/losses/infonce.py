@@ -142,7 +142,7 @@ def _gradients(
 
     Args:
         student: The student's softmaxes.
-        teachers: The teachers' softmaxes. Their weighted_columns are computed if accuracies are.
+        teachers: The teachers' softmaxes. If student.maxima is True, their weighted_columns are computed.
         needed: Whether the gradient of the rows, the columns and the scale is needed.
 
     Returns:

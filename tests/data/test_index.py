@@ -15,8 +15,8 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data import Manifest, load_manifest, load_sources
-from disco_ds.data.sources.listing import NAME
+from disco_ds.data import Manifest, index_shards, load_manifest, load_sources
+from disco_ds.data.sources.listing import NAME, list_shards
 from disco_ds.data.sources.manifest import read_manifest
 from disco_ds.data.sources.tar import TarIndex
 from helpers.shards import SIZES, settings, write_shards, write_tar
@@ -409,3 +409,18 @@ def test_data_after_the_end_mark_are_reported(
 def find_end(path: Path) -> int:
     with open(path, "rb", buffering=0) as file:
         return TarIndex(file).end
+
+
+@pytest.mark.slow
+def test_error_while_counting_does_not_wait_for_the_other_shards(tmp_path: Path) -> None:
+    write_shards(tmp_path / "raw", [1] * 60)
+    log = tmp_path / "log"
+    command = f"pipe:echo >> {log}; cat {tmp_path}/raw/{{00000..00059}}.tar"
+
+    def fail(count: int) -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        index_shards(list_shards(command), workers=1, progress=fail)
+    # The worker has a few more tasks of several shards each in its queue.
+    assert log.read_text().count("\n") < 40

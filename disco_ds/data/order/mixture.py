@@ -88,7 +88,7 @@ class Mixture:
         return divmod(stream, self._num_slots)
 
     def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield, forever, the shards that a stream reads from a place in an epoch on (see the top of this file).
+        """Yield the shards that a stream reads next if its cursor is (epoch, offset). The iterator never ends.
 
         Yields:
             A pair (samples, shard). The shard is needed only after the stream's slot has read about `samples` more

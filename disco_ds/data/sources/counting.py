@@ -180,12 +180,17 @@ def index_shards(
         context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
             results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
-            for (name, *_), (result, problem, of_shard) in zip(tasks, results, strict=True):
-                if contents is not None:
-                    contents.add(of_shard)
-                if problem:
-                    logger.warning("%s %s", name, problem)
-                record(name, result)
+            try:
+                for (name, *_), (result, problem, of_shard) in zip(tasks, results, strict=True):
+                    if contents is not None:
+                        contents.add(of_shard)
+                    if problem:
+                        logger.warning("%s %s", name, problem)
+                    record(name, result)
+            finally:
+                if pool:
+                    # After an error in this process, such as a full disk, do not count the other shards.
+                    pool.shutdown(cancel_futures=True)
     finally:
         if save is not None and shards:
             save(_collect(listing, before | shards))

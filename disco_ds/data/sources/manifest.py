@@ -81,7 +81,7 @@ class Manifest(Source):
         return TarReader(cache.folder, names, num_open, cache.open, sizes)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
-        """Return a function that fetches a remote shard into the cache, or None if there is nothing to prefetch."""
+        """Return a function that fetches a remote shard into the cache, or None if the shards are local."""
         return self._open_cache().fetch_ahead if self.urls else None
 
     def _open_cache(self) -> ShardCache:
