@@ -82,7 +82,7 @@ def is_fast(qkv: Tensor) -> bool:
     return fits and has_fast_kernel(qkv.device)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def has_fast_kernel(device: torch.device) -> bool:
     """Return whether the Triton kernels are faster on this device: an H100, where this was measured, or newer."""
     return has_kernel(device) and torch.cuda.get_device_capability(device) >= (9, 0)
