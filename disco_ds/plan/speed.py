@@ -26,13 +26,13 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 
-RATES = {"ViT-B-32": 0.33, "ViT-B-16": 0.33, "ViT-L-14": 0.385}
+RATES = {"ViT-B-32": 0.385, "ViT-B-16": 0.37, "ViT-L-14": 0.41}
 """Model name -> fraction of the GPU's nominal 16-bit FLOP/s that its compiled towers reached in autocast."""
-MEASURED_ON = ("H100-80G", "H200")
+MEASURED_ON = ("H200",)
 """GPUs on which RATES was measured."""
-EAGER = 0.78
+EAGER = 0.82
 """FLOP/s of towers that are not compiled, as a fraction of the FLOP/s of compiled towers."""
-OTHER_RATE = 0.33
+OTHER_RATE = 0.37
 """Guess of the rate of models that are not in RATES. It is multiplied by EAGER if the towers are not compiled."""
 OPEN_CLIP_RATE = 0.2
 """Guess of the fraction of the GPU's FLOP/s that the towers reach with model.towers=open_clip.

@@ -553,7 +553,7 @@ def test_plan_says_where_the_rate_comes_from(tmp_path: Path) -> None:
         config = tiny_config(changes.pop("name", "ViT-L-14"), precision, **changes)
         return tower_rate(config, find_gpu(gpu))[1]
 
-    assert source("H200") == "measured for ViT-L-14, compiled, on H100-80G and H200"
+    assert source("H200") == "measured for ViT-L-14, compiled, on H200"
     assert "ViT-L-14, not compiled, on" in source("H200", model__compile=False)
     assert source("A100-40G").startswith("a guess for this GPU: measured for ViT-L-14")
     assert source("H200", {}).startswith("a guess from ViT-B-32")
