@@ -448,6 +448,7 @@ class Softmaxes:
         """[1] float64, subtracted from all logits before exp. None: a separate maximum for each row and column."""
         self._compute_sums()
         self.fits = shift_fits(self.shift, self.lse, loss.group)
+        """Function that waits for the result of a check, and returns whether the shift fits all sums."""
 
     def drop_shift(self) -> None:
         """Compute the sums again, and subtract a separate maximum in each sum. Collective."""
@@ -494,6 +495,7 @@ class Softmaxes:
             if largest is not None and part.rows_max is not None:
                 torch.maximum(largest, part.rows_max, out=largest)
         self.sums = sums
+        """The result of Gathered.sums or Ring.sums; for NT-Xent, with the entries of `same`."""
         self.others = torch.stack([sums.rows, sums.columns])
         """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the pair."""
         self.lse = torch.logaddexp(self.others, self.x)
