@@ -9,6 +9,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from disco_ds.cli.parser import make_parsers
 from disco_ds.config import PACKAGE
@@ -140,6 +141,13 @@ def test_broken_link_is_found(text: str) -> None:
 )
 def test_unknown_command_is_found(text: str) -> None:
     assert unknown_commands(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_yaml_can_be_read(name: str) -> None:
+    for language, block in FENCE.findall((ROOT / name).read_text(encoding="utf-8")):
+        if language == "yaml":
+            yaml.safe_load(block)
 
 
 def test_readme_is_short() -> None:
