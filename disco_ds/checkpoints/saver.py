@@ -64,7 +64,7 @@ class Saver:
     """Step of the newest complete checkpoint. Until the first save, this is the step that the run was resumed from, or
     at which the current stage began."""
     all_written: bool = True
-    """Whether all ranks had written their files when they last exchanged this flag (`agree` in training/step.py)."""
+    """True if all ranks had written their files at their last agreement (`agree` in training/step.py)."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 

@@ -33,8 +33,8 @@ from disco_ds.losses.kernels import (
     Impl,
     Precision,
     Sums,
-    Target,
     Tiling,
+    Weights,
     full_dtype,
     softmax_gradient,
     softmax_sums,
@@ -206,6 +206,7 @@ class Gathered(_Columns):
             self.columns = comm.gather(self.own, group=self.group)
         self.first = comm.rank(self.group) * len(columns)  # index of this rank's first column
         self.mine = slice(self.first, self.first + len(columns))
+        self.own = self.columns[self.mine]  # frees this rank's copy
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the logarithm of the sum of exponentials over each of this rank's rows and each of its columns.
@@ -472,7 +473,7 @@ class Softmaxes:
         """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
         return self.weight * (self.others - self.lse).exp().sum(0)
 
-    def for_columns(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Target:
+    def for_columns(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Weights:
         """Return the targets for one block of columns.
 
         Args:
@@ -484,7 +485,7 @@ class Softmaxes:
         row_scale = self.signed_scale.expand(len(rows))
         column_scale = self.signed_scale.expand(len(columns))
         block = Block(rows, columns, row_scale, column_scale, first, self.shift, self.tiling)
-        return Target(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
+        return Weights(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
 
     def _compute_sums(self) -> None:
         sums = self.blocks.sums(self.signed[0], self.scales, self.shift, self.maxima)

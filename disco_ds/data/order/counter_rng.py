@@ -10,7 +10,6 @@ workers (for crops and captions) and by the augmentation on the device.
 from __future__ import annotations
 
 from functools import reduce
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ AUGMENT_COLUMN = 32
 COLOR_COLUMN = 128
 """First of the columns, 64 per view, for color jitter."""
 
-T = TypeVar("T", int, Tensor)
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _signed(value: int) -> int:
@@ -69,14 +68,14 @@ def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int 
 
 def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> list[float]:
     """Return the same numbers as keyed_uniform for a single sample, but without tensors, which is faster."""
-    key = _absorb(_absorb(seed, epoch), index) % 2**64
+    key = _absorb_int(_absorb_int(seed, epoch), index)
     columns = range(first, first + num)
-    return [_shift_right(_absorb(key, column), 40) * 2.0**-24 for column in columns]
+    return [(_absorb_int(key, column) >> 40) * 2.0**-24 for column in columns]
 
 
 def keyed_int(*keys: int) -> int:
     """Draw 64 random bits, determined by the keys, as a Python integer."""
-    return reduce(_absorb, keys, 0) % 2**64
+    return reduce(_absorb_int, keys, 0)
 
 
 def keyed_permutation(num: int, *keys: int) -> np.ndarray:
@@ -88,21 +87,28 @@ def keyed_permutation(num: int, *keys: int) -> np.ndarray:
     return torch.argsort(_absorb(key, torch.arange(num)), stable=True).numpy()
 
 
-# The functions below accept either int64 tensors, whose arithmetic wraps around, or Python integers. Of the integers,
-# only the lower 64 bits count.
-
-
-def _absorb(key: T, value: T) -> T:
-    """Add `value` to the chain of keys."""
+def _absorb(key: Tensor, value: Tensor) -> Tensor:
+    """Add `value` to the chain of keys. int64 multiplication wraps around, as the algorithm requires."""
     return _mix(_mix(key) + (value + 1) * _GAMMA)
 
 
-def _mix(x: T) -> T:
+def _absorb_int(key: int, value: int) -> int:
+    return _mix_int(_mix_int(key) + (value + 1) * _GAMMA)
+
+
+def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _FACTOR_1
     x = (x ^ _shift_right(x, 27)) * _FACTOR_2
     return x ^ _shift_right(x, 31)
 
 
-def _shift_right(x: T, bits: int) -> T:
-    """Shift 64 bits right and fill with zeros; >> copies the sign bit instead."""
+def _mix_int(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * _FACTOR_1) & _MASK
+    x = ((x ^ (x >> 27)) * _FACTOR_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros; torch's >> on int64 copies the sign bit instead."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

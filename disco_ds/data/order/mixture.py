@@ -36,7 +36,7 @@ _ONE = 2**64
 Order = DataOrder | WholeShards
 """The order in which each slot reads the samples of one source."""
 Cursor = dict[int, tuple[int, int]]
-"""Where to continue reading each stream: stream number -> (epoch, offset)."""
+"""The position from which to continue reading each stream: stream number -> (epoch, offset)."""
 
 
 class Mixture:

@@ -60,7 +60,7 @@ class _Position:
     dropped: int
     """Number of samples that were dropped or lost (see errors.DroppedSample and errors.LostSample)."""
     cursor: Cursor
-    """Where to continue reading each of the rank's streams."""
+    """The position from which to continue reading each of the rank's streams."""
 
 
 class Loader:

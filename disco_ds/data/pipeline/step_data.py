@@ -76,4 +76,4 @@ class StepData:
     text: list[Tensor] | None = None
     """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
     cursor: Cursor = field(default_factory=dict)
-    """Where to continue reading each stream that this step read from."""
+    """The position from which to continue reading each stream that this step read from."""

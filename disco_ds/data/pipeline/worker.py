@@ -50,7 +50,7 @@ class Part:
     """A worker's report on the rows that it has written into one buffer."""
 
     cursor: Cursor = field(default_factory=dict)
-    """Where to continue reading each stream whose samples are in these rows."""
+    """The position from which to continue reading each stream whose samples are in these rows."""
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped."""
     dropped: int = 0
@@ -95,7 +95,7 @@ class Job:
     slots: tuple[int, ...]
     """All slots of the rank, including those of its other workers, in order."""
     cursor: Cursor
-    """Where to start reading each stream of `slots`."""
+    """The position from which to start reading each stream of `slots`."""
     first: int
     """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool

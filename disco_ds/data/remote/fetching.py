@@ -61,7 +61,7 @@ def fetch(
     """
     limit_gb = settings.cache_gb or LEAST_CACHE_GB
     done = 0  # bytes that have arrived
-    # The content's strong ETag, with which the next attempt can resume. If it is None, that attempt must start over.
+    # The content's strong ETag, with which the next attempt can resume. Without an ETag, it must start over.
     version: str | None = None
     for number in range(settings.tries):
         pause(number, settings)

@@ -79,7 +79,7 @@ class FetchAhead:
         return sorted(needed, key=lambda place: (needed[place], place))
 
     def _claim(self) -> Place | None:
-        """Choose the most urgent shard to fetch now, and mark it as being fetched. None: there is none to fetch."""
+        """Choose the most urgent shard, and mark it as being fetched. Return None if no shard needs to be fetched."""
         with self._lock:
             wanted = self.find_wanted()
             self._not_before = {place: self._not_before.get(place, 0) for place in wanted}

@@ -9,7 +9,7 @@ from disco_ds.losses.kernels.similarity import (
     Block,
     Groups,
     Sums,
-    Target,
+    Weights,
     softmax_gradient,
     softmax_sums,
 )
@@ -23,8 +23,8 @@ __all__ = [
     "SigmoidSums",
     "SigmoidTarget",
     "Sums",
-    "Target",
     "Tiling",
+    "Weights",
     "find_problem",
     "full_dtype",
     "sigmoid_block",

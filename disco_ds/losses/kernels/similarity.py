@@ -272,7 +272,7 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
 
 
 @dataclass
-class Target:
+class Weights:
     """The weights of a block, tile by tile: the sum of its softmaxes over rows and columns, multiplied by `weight`.
 
     They are weight x (exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j)), and 0 on the diagonal and at ignored
@@ -336,14 +336,14 @@ def softmax_gradient(
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     moments: tuple[Tensor, Tensor] | None = None,
-    targets: Sequence[Target] = (),
+    targets: Sequence[Weights] = (),
     target_gradient: Tensor | None = None,
 ) -> None:
     """Add gain x W @ columns to d_rows, and gain x (W - V)^T @ rows to d_columns.
 
     W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
     diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. V is the
-    sum of the weights that the teachers' logits give in the same way, each multiplied by Target.weight; without
+    sum of the weights that the teachers' logits give in the same way, each multiplied by Weights.weight; without
     teachers, V is 0. The results contain the factor gain (Tiling.gain), so the caller must divide them by it.
 
     Args:
@@ -360,7 +360,7 @@ def softmax_gradient(
             targets.
     """
     tiling = block.tiling
-    student = Target(block, row_shift, column_shift)
+    student = Weights(block, row_shift, column_shift)
     scratch = block.scratch()
     # The teachers' blocks are cut into the same tiles as the student's, and share the memory of one tile.
     spare = block.scratch() if targets else scratch
