@@ -22,12 +22,12 @@ from disco_ds.data import (
     load_sources,
 )
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
-from disco_ds.data.sources.load import find_stored
+from disco_ds.data.samples import SampleKey, find_prepare
 from disco_ds.data.sources.selection import Selection
-from disco_ds.data.stored import StoredEmbeddings
+from disco_ds.data.stored import StoredEmbeddings, find_stored
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
-from disco_ds.eval.model import read_form
+from disco_ds.eval.model import read_input_spec
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
 from disco_ds.models.clip import build_model, build_tokenizer
 
@@ -58,6 +58,8 @@ class Sample(NamedTuple):
     num_tokens: int
     """Number of tokens without padding."""
     id: int
+    view_key: int
+    """Key of the random numbers of the augmentation."""
 
 
 def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]:
@@ -74,7 +76,8 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
     parts = config.data.per_source
     sources = load_sources(config.data)
     if config.teacher:
-        inputs = replace(inputs, stored=find_stored(parts, config.teacher, sources))
+        stages = [stage.data for stage in config.stage_configs]
+        inputs = replace(inputs, stored=find_stored(stages, config.teacher, sources))
     samples: list[Sample] = []
     first_id = 0
     for part, source in zip(parts, sources, strict=True):
@@ -173,8 +176,10 @@ class Inputs:
             captions[:] = texts
             return self.tokenizer(texts)
 
-        form = replace(read_form(self.model, tokenize), stored=self.stored)
-        with closing(source.open_samples(data, form, self.config.seed, 1)) as reader:
+        spec = replace(read_input_spec(self.model, tokenize), stored=self.stored)
+        prepare, selection = find_prepare(source), Selection.load(data)
+        opened: Any = source.open(1, data.window)
+        with closing(opened) as reader:
             last = len(source.sizes) - 1
             padding = self.tokenizer([""])[0, -1]
             broken, dropped, samples = [], 0, []
@@ -188,9 +193,8 @@ class Inputs:
                 index = first_id + sum(source.sizes[:shard]) + entry
                 try:
                     with breaks_sample(OSError):
-                        decode, row, _ = reader.read(shard, entry, 0, index)
-                        text = row[: form.context_length]
-                        image = decode()
+                        members = selection.read(reader, shard, entry)
+                        sample = prepare(members, SampleKey(self.config.seed, 0, index), data, spec)
                 except DroppedSample:
                     dropped += 1
                 except LostSample as error:
@@ -199,8 +203,12 @@ class Inputs:
                     broken.append(name_broken(reader.name, shard, entry, error))
                 else:
                     caption = captions[0] if captions else ""
+                    text = sample["text"]
                     num_tokens = int((text != padding).sum())
-                    samples.append(Sample(image, text, caption, num_tokens, index))
+                    view_key = sample["view_key"]
+                    samples.append(
+                        Sample(sample["image"], text, caption, num_tokens, index, view_key)
+                    )
         line = _describe(data, len(chosen), broken, dropped, samples)
         if damaged:
             found = "; ".join([line.found, *damaged.values()])
@@ -227,9 +235,8 @@ class Inputs:
 
         figure = Figure(figsize=(12, 9.5), layout="constrained")
         for number, sample in enumerate(samples):
-            epoch, ids = torch.tensor([0]), torch.tensor([sample.id])
-            settings = self.config.data.augment
-            image = augment(sample.image[None], epoch, ids, self.config.seed, settings)[0]
+            view_key = torch.tensor([sample.view_key])
+            image = augment(sample.image[None], view_key, self.config.data.augment)[0]
             axis = figure.add_subplot(4, 6, number + 1)
             axis.set_axis_off()
             axis.imshow(image.permute(1, 2, 0))

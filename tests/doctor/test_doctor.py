@@ -23,7 +23,7 @@ from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings, load_config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data import DataError, ImageSpec, Loader, SampleForm, Share, Staging, load_sources
+from disco_ds.data import DataError, ImageSpec, InputSpec, Loader, Share, Staging, load_sources
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.recipe_checks import (
@@ -381,16 +381,16 @@ def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
     _, samples = inputs.read(source, config.data, 0)
     look = read_preprocessing(inputs.model)
     spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model))
+    inputs_spec = InputSpec(spec, inputs.tokenizer, *read_text_size(inputs.model))
     loader = Loader(
-        config.data, [source], form, Share(0, 1, 155, 155), config.seed, None, Staging()
+        config.data, [source], inputs_spec, Share(0, 1, 155, 155), config.seed, None, Staging()
     )
     (batch,) = read_step(loader).micro_batches
     loader.close()
-    place = {index: row for row, index in enumerate(batch.index.tolist())}
+    place = {index: row for row, index in enumerate(batch["index"].tolist())}
     for sample in samples:
-        assert torch.equal(batch.text[place[sample.id]], sample.text)
-        assert torch.equal(batch.image[place[sample.id]], sample.image)
+        assert torch.equal(batch["text"][place[sample.id]], sample.text)
+        assert torch.equal(batch["image"][place[sample.id]], sample.image)
     lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
