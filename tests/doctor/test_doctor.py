@@ -38,7 +38,7 @@ from disco_ds.models.clip import read_preprocessing, read_text_size
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
-from helpers.shards import encode, make_sample, noise, read_step, write_shards
+from helpers.shards import encode, noise, read_step, write_shards
 from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
