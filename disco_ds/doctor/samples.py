@@ -6,7 +6,7 @@ import os
 import textwrap
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
@@ -158,7 +158,7 @@ def find_kept(source: Source, settings: DataSettings) -> float:
         return 1.0
     selection = Selection.load(settings.model_copy(update={"transforms": None}))
     reader: Any = source.open(1, settings.window)
-    sizes = enumerate(source.sizes)
+    sizes: Iterable[tuple[int, int]] = enumerate(source.sizes)
     if settings.index == "none":
         sizes = ((shard, reader.count(shard)) for shard, _ in sizes)
     entries = ((shard, entry) for shard, size in sizes for entry in range(size))

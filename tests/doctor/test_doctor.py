@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import webdataset as wds
 from PIL import Image
 
 from disco_ds.cli.main import main
-from disco_ds.config import Config, ModelSettings, load_config
+from disco_ds.config import Config, ModelSettings
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import DataError, ImageSpec, Loader, SampleForm, Share, Staging, load_sources
+from disco_ds.data.sources.load import find_stored
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.recipe_checks import (
@@ -35,10 +37,11 @@ from disco_ds.doctor.recipe_checks import (
 from disco_ds.doctor.samples import Findings, Inputs, check_samples
 from disco_ds.doctor.versions import check_versions
 from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.training.engine import prepare
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
-from helpers.shards import encode, noise, read_step, write_shards
+from helpers.shards import encode, noise, write_shards
 from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
@@ -409,26 +412,34 @@ def test_stored_embeddings_of_another_width_are_named(tmp_path: Path) -> None:
     assert "img.npy has a width of 6, but the width of the other samples" in lines[0].found
 
 
-def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
-    """The picture shows the crop, caption and tokens that the run's first epoch has for the same samples."""
-    config = load_config(
-        "quickstart", ["data.workers=0", "data.slots=1", "data.shards=bundled:emoji/unseen"]
-    )
+@pytest.mark.parametrize("stored", [False, True])
+def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
+    """The picture shows the crop, augmentation, caption and tokens of the run's first epoch, with stored views too."""
+    file = io.BytesIO()
+    np.save(file, np.ones(4))
+    members = {"img.npy": file.getvalue(), "txt.npy": file.getvalue()}
+    write_shards(tmp_path / "data", [20], lambda index, sample: drawn(index, sample) | members)
+    config = data_of(tmp_path / "data", workers=0, slots=1, augment={"rotate_degrees": 30})
+    teacher = TeacherSettings(image="img.npy", text="txt.npy") if stored else None
+    config = config.model_copy(update={"teacher": teacher})
     inputs, findings = Inputs.build(config), Findings()
     (source,) = load_sources(config.data)
+    if teacher:
+        inputs = replace(inputs, stored=find_stored([config.data], teacher, [source]))
     inputs.read(source, config.data, 0, findings)
     look = read_preprocessing(inputs.model)
     spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model))
-    loader = Loader(
-        config.data, [source], form, Share(0, 1, 155, 155), config.seed, None, Staging()
-    )
-    (batch,) = read_step(loader).micro_batches
-    loader.close()
-    place = {index: row for row, index in enumerate(batch.index.tolist())}
+    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model), stored=inputs.stored)
+    loader = Loader(config.data, [source], form, Share(0, 1, 20, 20), config.seed, None, Staging())
+    loader.start_step()
+    (batch,) = loader.first_pass()
+    images = prepare(config, batch)[0]
+    rows = {index: row for row, index in enumerate(batch.index.tolist())}
+    assert len(findings.samples) == 20
     for sample in findings.samples:
-        assert torch.equal(batch.text[place[sample.id]], sample.text)
-        assert torch.equal(batch.image[place[sample.id]], sample.image)
+        assert torch.equal(batch.text[rows[sample.id]], sample.text)
+        assert torch.allclose(images[rows[sample.id]], inputs.augment(sample), atol=1e-6)
+    loader.close()
     lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
