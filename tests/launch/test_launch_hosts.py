@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.launch.hosts import narrow, read_hostfile, signal_ranks, wait_for_hosts
 from disco_ds.launch.launcher import run
