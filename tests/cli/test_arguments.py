@@ -16,7 +16,7 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.cli.options import COMMANDS, parse_args
-from disco_ds.launch.hosts import read_hostfile
+from disco_ds.launch.hosts import read_hosts
 from disco_ds.launch.launcher import front_end
 from disco_ds.launch.packing import pack
 from tools.make import demo
@@ -237,7 +237,7 @@ def test_missing_or_malformed_hostfile_is_refused(text: str | None, tmp_path: Pa
     if text is not None:
         path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"Hostfile|expected `host slots=GPUs`|hostfile .*hosts"):
-        read_hostfile(path)
+        read_hosts(path, "")
 
 
 def test_parse_args_takes_overrides_and_the_launchers_rank() -> None:
@@ -312,7 +312,7 @@ def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
             "--master_port 1",
         ]
     )
-    command = front_end(args, "id", args.resume)
+    command = front_end(args, [], "id", args.resume)
     got = parse_args(["train", *arrived(command[3:], shell, tmp_path)])
     assert (got.config, got.resume, got.overrides, got.launch_id) == (config, resume, HOSTILE, "id")
     assert [path.name for path in tmp_path.iterdir()] == ["x"], (
