@@ -26,10 +26,10 @@ from disco_ds.losses.blocks import (
     TiledLoss,
     add_pairs,
     assign_sides,
+    check_shift,
     inner_product,
     overflow_shift,
     pair_cosines,
-    shift_fits,
 )
 from disco_ds.losses.kernels import full_dtype
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
@@ -203,7 +203,7 @@ class _FastCLIP(torch.autograd.Function):
         b = len(rows)
         group = loss.group
         cross = Gathered(columns, loss)
-        rows, columns = cross.tiling.hold(rows), cross.own
+        rows, columns = cross.tiling.quantize(rows), cross.local
         cosines = pair_cosines(rows, columns, cross.tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
@@ -211,7 +211,7 @@ class _FastCLIP(torch.autograd.Function):
         # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
         # which the shift is computed. In that case, subtract a separate maximum in each sum.
         others = torch.stack([sums.rows, sums.columns])
-        if shift is not None and not shift_fits(shift, others, group)():
+        if shift is not None and not check_shift(shift, others, group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
             others = torch.stack([sums.rows, sums.columns])
@@ -261,7 +261,7 @@ class _FastCLIP(torch.autograd.Function):
         if moments is not None:
             # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
             # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
-            weighted = moments / tiling.gain() - cosines * weights
+            weighted = moments / tiling.underflow_scale() - cosines * weights
             d_tau = direct - 1 / gamma * scales * weighted
         elif needs_tau:
             # <rows, gradient of rows> is the sum of weight x h over all entries.

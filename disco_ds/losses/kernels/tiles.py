@@ -1,17 +1,20 @@
-"""Cut a block of similarities into tiles, and multiply tiles at the chosen precision."""
+"""How similarities are computed: the size and precision of tiles, and whether torch or Triton computes them."""
 
 # n rows, m columns, D width; a tile is a part of the n x m block
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
@@ -22,8 +25,12 @@ TILE_BYTES = 144 << 20
 """A tile that is written to a GPU's memory has at most as many elements as fit into this size at `precision`."""
 PRODUCT_BLOCK = 128 * 256
 """Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
+FENCED = "3.7.1"
+"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
 PLANNED_MULTIPROCESSORS = 132
 """Number of multiprocessors assumed on a machine without a GPU: that of an H100."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,16 +107,16 @@ class Tiling:
             for j in range(0, m, columns):
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
-    def gain(self) -> float:
+    def underflow_scale(self) -> float:
         """Return the power of two by which the weights in a gradient are multiplied, so that none becomes too small.
 
-        The weights are at most 2. Without the gain, small weights would be denormal numbers, whose multiplication
+        The weights are at most 2. Without this factor, small weights would be denormal numbers, whose multiplication
         takes 200 times as long on a CPU (AVX-512, MKL). In fp16, small weights would become zero.
         """
         assert self.precision != "auto", "call Tiling.on(device) first; it decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
-    def hold(self, x: Tensor) -> Tensor:
+    def quantize(self, x: Tensor) -> Tensor:
         """Round rows to `precision`. Float64 rows are not rounded.
 
         The result is contiguous and detached, and never has a wider dtype than x.
@@ -125,32 +132,32 @@ class Tiling:
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
-    def factor(self, held: Tensor) -> Tensor:
-        """Convert rows, as returned by `hold`, to the dtype in which they are multiplied.
+    def as_operand(self, quantized: Tensor) -> Tensor:
+        """Convert rows, as returned by `quantize`, to the dtype in which they are multiplied.
 
         On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications on a CPU also round the sums.
         """
-        return held.to(self.factor_dtype(held))
+        return quantized.to(self.operand_dtype(quantized))
 
-    def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype to which `factor` converts rows that have the dtype and the device of x."""
+    def operand_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype to which `as_operand` converts rows that have the dtype and the device of x."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
-    def round(self, x: Tensor) -> Tensor:
+    def quantize_tile(self, x: Tensor) -> Tensor:
         """Round a full-precision tile, for example of weights, for use in a matrix multiplication."""
-        return self.factor(self.hold(x))
+        return self.as_operand(self.quantize(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Compute out = a @ b for operands that `factor` returned. out is fp32, or float64 for float64 operands."""
+        """Compute out = a @ b for operands that `as_operand` returned. out is fp32, or float64 for float64 operands."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 return torch.mm(a, b, out=out)
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a @ b for operands that `factor` returned.
+        """Compute total += a @ b for operands that `as_operand` returned.
 
         total is fp32, or float64 for float64 operands.
         """
@@ -180,9 +187,9 @@ class Tile:
     """One tile of a block, which the functions in torch_tiles.py and triton_tiles.py take as an argument."""
 
     r: Tensor
-    """[n, D], the rows, as returned by Tiling.factor."""
+    """[n, D], the rows, as returned by Tiling.as_operand."""
     c: Tensor
-    """[m, D], the columns, as returned by Tiling.factor."""
+    """[m, D], the columns, as returned by Tiling.as_operand."""
     pairs: int | None
     """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
@@ -225,12 +232,84 @@ def full_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + first) within a tile.
+def pairs_offset(rows: slice, columns: slice, diagonal: int | None) -> int | None:
+    """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + diagonal) within a tile.
 
     None if no pair is in the tile.
     """
-    if first is None:
+    if diagonal is None:
         return None
-    offset = rows.start + first - columns.start
+    offset = rows.start + diagonal - columns.start
     return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None
+
+
+def uses_triton(tiling: Tiling, x: Tensor) -> bool:
+    """Return True if Triton should compute tiles from rows that have the device and dtype of x.
+
+    Raises:
+        ValueError: If `tiling.impl` is "triton" and Triton cannot run.
+    """
+    if tiling.impl == "torch" or x.dtype == torch.float64:
+        return False
+    if tiling.impl == "auto":
+        return x.is_cuda and find_problem(x.device, tiling.precision) is None
+    if not (x.is_cuda or _interprets()):
+        raise ValueError(
+            f"impl=triton needs the triton package and a GPU; the features are on {x.device}"
+        )
+    if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
+        raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
+    return True
+
+
+@cache
+def find_problem(device: torch.device, precision: Precision) -> str | None:
+    """Return why the Triton kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
+
+    Having a GPU is not enough: Triton needs the system's C compiler to build its launcher, and the GPU may be too
+    small or too new for a kernel.
+    """
+    problem = _find_problem(device, precision)
+    if problem is None:
+        return None
+    logger.warning(
+        "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
+        device,
+        problem,
+    )
+    return problem
+
+
+def _find_problem(device: torch.device, precision: Precision) -> str | None:
+    if find_spec("triton") is None:
+        return "the triton package is not installed"
+    import triton
+
+    from disco_ds.losses.kernels import triton_tiles
+
+    try:
+        triton_tiles.try_out(device, precision)
+        if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
+            return f"triton {triton.__version__} is too old for this GPU, which needs {FENCED} or later"
+    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not wrong.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[-1]}"
+    return None
+
+
+def lacks_fence(capability: tuple[int, int], version: str) -> bool:
+    """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
+
+    Before 3.7.1, Triton emits no fence between asynchronous copies and the matrix products that read the copied data.
+    Wrong results were seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
+    """
+    return capability >= (10, 0) and Version(version) < Version(FENCED)
+
+
+def _interprets() -> bool:
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return triton.knobs.runtime.interpret

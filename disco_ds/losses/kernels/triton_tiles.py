@@ -2,8 +2,8 @@
 
 torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-For large tiles, the block sizes of a kernel are chosen by timing two configurations (all of them with DISCO_TUNE=full),
-once for each size class. Two processes may choose different block sizes, so their results may differ by rounding. Under
+For large tiles, the block sizes of a kernel are chosen by timing two configurations, once
+for each size class. Two processes may choose different block sizes, so their results may differ by rounding. Under
 torch.use_deterministic_algorithms, nothing is timed and the block sizes are fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
@@ -44,12 +44,16 @@ def exp_sums(
     return *sums, *_largest(row_max, column_max, rows, columns, maxima)
 
 
-def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
+def exp_weights(
+    tile: Tile, scale: Tensor, shift: Tensor, row_factor: Tensor, column_factor: Tensor
+) -> Tensor:
     """Compute torch_tiles.exp_weights in tile.out."""
     assert tile.out is not None
     persistent = _can_describe(tile.r, tile.c, tile.out)
     _launch(
-        kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta, persistent=persistent
+        kernels.exp_weights_kernel, tile,
+        scale, shift.float(), tile.out, row_factor, column_factor,
+        persistent=persistent,
     )  # fmt: skip
     return tile.out
 
@@ -102,7 +106,7 @@ def sigmoid_weights(
     loss, weight = out.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
     rows, columns = _launch(
         kernels.sigmoid_weights_kernel, tile,
-        scale, bias, tile.tiling.gain(), out, loss, weight, row_max, column_max,
+        scale, bias, tile.tiling.underflow_scale(), out, loss, weight, row_max, column_max,
         persistent=_can_describe(tile.r, tile.c, out), SIGMOID=True, MAXIMA=maxima,
     )  # fmt: skip
     sums = (part[: rows * columns].sum(dtype=torch.float64) for part in (loss, weight))
@@ -118,7 +122,7 @@ def try_out(device: torch.device, precision: Precision) -> None:
     tiling = Tiling(None, precision)
     shift = torch.zeros(1, dtype=torch.float64, device=device)
     scale = torch.ones(128, device=device)
-    x = tiling.round(torch.zeros(128, 128, device=device))
+    x = tiling.quantize_tile(torch.zeros(128, 128, device=device))
     tile = Tile(x, x, 0, tiling, torch.empty_like(x))
     exp_sums(tile, scale[:1], shift, True)
     exp_weights(tile, scale[:1], shift, scale, scale)
