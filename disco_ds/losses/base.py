@@ -24,14 +24,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
 from disco_ds.names import did_you_mean, load_custom
+
+TeacherWeight = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -352,11 +354,11 @@ def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
     """Check the options of a loss of this package against the type annotations of its constructor and its bases'.
 
     Raises:
-        ValueError: If an option has the wrong type or is not finite.
+        ValueError: If an option has the wrong type, is out of range or is not finite.
     """
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
-        hints |= get_type_hints(owner.__init__)  # type: ignore[misc]
+        hints |= get_type_hints(owner.__init__, include_extras=True)  # type: ignore[misc]
     rules = ConfigDict(strict=True, allow_inf_nan=False)
     for name, value in options.items():
         try:
@@ -403,37 +405,24 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     return found, takes_any
 
 
-def check_teacher_weight(weight: float | None) -> float | None:
-    """Return the weight unchanged.
-
-    Raises:
-        ValueError: If the weight is neither None nor from 0 to 1.
-    """
-    if weight is not None and not 0 <= weight <= 1:
-        raise ValueError(f"teacher_weight must be from 0 to 1, got {weight}")
-    return weight
-
-
 TIE = 1e-5
 """Similarities count as equal if they differ by less than this, multiplied by the scale.
 
 This is more than the rounding errors of a matrix product of unit rows, so a copy of a sample always ties with it."""
 
 
-def count_hits(largest: Tensor | None, pairs: Tensor, scale: Tensor) -> Tensor:
+def count_hits(largest: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
     """Count the rows in which a positive has a higher logit than all negatives. Pass the result to global_metrics.
 
     Args:
         largest: [1, b]: for each row, the highest logit of a negative. [2, b]: in addition, largest[1] is the
-            highest logit of a positive other than the row's pair. None: accuracies are not computed.
+            highest logit of a positive other than the row's pair.
         pairs: [b], the logit of each row's positive pair.
         scale: [1] or [b], the logit scale.
 
     Returns:
-        0-d, or an empty tensor if `largest` is None.
+        0-d.
     """
-    if largest is None:
-        return pairs.new_empty(0, dtype=torch.int64)
     best = pairs if len(largest) == 1 else torch.maximum(pairs, largest[1])
     return (largest[0] < best - TIE * scale.abs()).sum()
 
@@ -449,12 +438,12 @@ def global_metrics(
 
     Args:
         loss: This rank's share, 0-d.
-        hits: Results of count_hits, first for image to text, then for text to image. Empty ones are left out.
+        hits: Results of count_hits, first for image to text, then for text to image. Empty: no accuracies.
         num_rows: Number of rows in which this rank counted hits. The accuracies are hits / num_rows.
         group: The process group; None: all ranks.
         others: This rank's shares of further metrics, 0-d.
     """
-    accuracies = [x.float() / num_rows for x in hits if x.numel()]
+    accuracies = [x.float() / num_rows for x in hits]
     parts = dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), [loss, *accuracies], strict=False))
     parts |= others or {}
     mean = comm.all_reduce_sum(torch.stack([x.detach().float() for x in parts.values()]), group)

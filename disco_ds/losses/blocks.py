@@ -25,7 +25,7 @@ from disco_ds.losses.base import (
     Embeddings,
     Loss,
     LossOutput,
-    check_teacher_weight,
+    TeacherWeight,
     global_metrics,
     teacher_metrics,
 )
@@ -35,6 +35,7 @@ from disco_ds.losses.kernels import (
     Impl,
     Precision,
     Sums,
+    TileSize,
     Tiling,
     Weights,
     full_dtype,
@@ -56,9 +57,6 @@ class TiledLoss(Loss):
         precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
         impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
         group: The process group; None: all ranks.
-
-    Raises:
-        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
@@ -67,7 +65,7 @@ class TiledLoss(Loss):
     def __init__(
         self,
         comm_dtype: CommDtype | None = None,
-        tile: Sequence[int] | None = None,
+        tile: TileSize | None = None,
         precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
@@ -86,7 +84,7 @@ class TiledLoss(Loss):
             function: Its inputs are the rows, the columns, the scale, this loss, the groups, the teachers, whether
                 gradients are enabled, and `options`. A teacher is a tuple: its features of the rows' side, those of the
                 columns' side, and the Teacher. It returns this rank's share of the loss, `parts` of `teacher_metrics`
-                or None, and the results of `count_hits` for rows and columns.
+                or None, and, if accuracies are computed, the results of `count_hits` for rows and columns.
             embeddings: Features of this rank.
             options: Further inputs of the function.
         """
@@ -153,18 +151,18 @@ class GroupedLoss(TiledLoss):
         options: Keyword arguments of TiledLoss.
 
     Raises:
-        ValueError: If teacher_weight is not from 0 to 1, or is combined with groups.
+        ValueError: If teacher_weight is combined with groups.
     """
 
     def __init__(
         self,
         same_group: SameGroup = "negatives",
-        teacher_weight: float | None = None,
+        teacher_weight: TeacherWeight | None = None,
         **options: Any,
     ):
         super().__init__(**options)
         self.same_group = same_group
-        self.teacher_weight = check_teacher_weight(teacher_weight)
+        self.teacher_weight = teacher_weight
         if teacher_weight and same_group != "negatives":
             raise ValueError(
                 f"same_group={same_group} does not work together with teacher_weight; use same_group=negatives"
@@ -235,10 +233,10 @@ class Gathered(_Columns):
         base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
         columns = total.double().log_().add_(base)[self.local_range]
-        columns_max = part.columns_max
-        if columns_max is not None:
-            columns_max = comm.all_reduce_max(columns_max, self.group)[:, self.local_range]
-        return replace(part, columns=columns, columns_max=columns_max)
+        if maxima:
+            columns_max = comm.all_reduce_max(part.maxima[1], self.group)[:, self.local_range]
+            return replace(part, columns=columns, maxima=[part.maxima[0], columns_max])
+        return replace(part, columns=columns)
 
     def gradient(
         self,
@@ -336,14 +334,12 @@ class Ring(_Columns):
             torch.logaddexp(total, part.rows, out=total)
             if part.positives is not None:
                 positives = part.positives if positives is None else positives + part.positives
-            if part.rows_max is None or part.columns_max is None:
-                return [part.columns]
-            top = part.rows_max
-            largest = top if largest is None else torch.maximum(largest, top)
-            return [part.columns, part.columns_max]
+            for top in part.maxima[:1]:
+                largest = top if largest is None else torch.maximum(largest, top)
+            return [part.columns, *part.maxima[1:]]
 
-        columns = ring.circulate([self.local], visit, _join_sums, self.group)
-        return Sums(total, columns[0], largest, columns[1] if maxima else None, positives)
+        columns, *columns_max = ring.circulate([self.local], visit, _join_sums, self.group)
+        return Sums(total, columns, [] if largest is None else [largest, *columns_max], positives)
 
     def gradient(
         self,
@@ -498,12 +494,12 @@ class Softmaxes:
 
     def _compute_sums(self) -> None:
         sums = self.blocks.sums(self.operands[0], self.scales, self.shift, self.maxima)
-        totals = (sums.rows, sums.rows_max), (sums.columns, sums.columns_max)
-        for block, views, (total, largest) in zip(self.same, self.operands, totals, strict=False):
-            part = block.sums(views, self.scales, self.shift, self.maxima)
-            torch.logaddexp(total, part.rows, out=total)
-            if largest is not None and part.rows_max is not None:
-                torch.maximum(largest, part.rows_max, out=largest)
+        totals = sums.rows, sums.columns
+        for k, block in enumerate(self.same):
+            part = block.sums(self.operands[k], self.scales, self.shift, self.maxima)
+            torch.logaddexp(totals[k], part.rows, out=totals[k])
+            if self.maxima:
+                torch.maximum(sums.maxima[k], part.maxima[0], out=sums.maxima[k])
         self.sums = sums
         """The result of Gathered.sums or Ring.sums; for NT-Xent, with the entries of `same`."""
         self.negatives_lse = torch.stack([sums.rows, sums.columns])

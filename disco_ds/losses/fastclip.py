@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from disco_ds.distributed import comm
@@ -54,9 +55,6 @@ class FastCLIPLoss(TiledLoss):
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
         options: Keyword arguments of TiledLoss.
-
-    Raises:
-        ValueError: For values out of range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
@@ -71,26 +69,19 @@ class FastCLIPLoss(TiledLoss):
     def __init__(
         self,
         gamma: GammaSchedule | None = None,
-        gamma_min: float = 0.2,
-        gamma_epochs: int | None = None,
-        eps: float = 1e-14,
-        tau: float | None = None,
+        gamma_min: Annotated[float, Field(gt=0, le=1)] = 0.2,
+        gamma_epochs: Annotated[int, Field(ge=1)] | None = None,
+        eps: Annotated[float, Field(ge=0)] = 1e-14,
+        tau: Annotated[float, Field(gt=0)] | None = None,
         memory: Memory = "device",
         **options: Any,
     ):
         super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
-        if not (0 < gamma_min <= 1 and (gamma_epochs is None or gamma_epochs >= 1) and eps >= 0):
-            raise ValueError(
-                "expected 0 < gamma_min <= 1, gamma_epochs >= 1 and eps >= 0; "
-                f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
-            )
         self.gamma_min = gamma_min
         self.gamma_epochs = gamma_epochs
         self.eps = eps
         self.tau = self.default_tau if tau is None else tau
-        if self.tau <= 0:
-            raise ValueError(f"tau must be positive, got {self.tau}")
         self.initial_scale = 1 / self.tau
         self.memory: Memory = memory
         self.state: SampleState | None = None
@@ -233,8 +224,7 @@ class _FastCLIP(torch.autograd.Function):
         ctx.shift = shift
         ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
-        maxima = sums.rows_max, sums.columns_max
-        hits = [count_hits(*each) for each in zip(maxima, x, scales, strict=True)]
+        hits = [count_hits(*each) for each in zip(sums.maxima, x, scales, strict=False)]
         ctx.mark_non_differentiable(log_u, *hits)
         return (value.sum() / (2 * b)).to(full_dtype(rows)), log_u, *hits
 

@@ -23,7 +23,7 @@ from disco_ds.losses.base import (
     Loss,
     LossOutput,
     Teacher,
-    check_teacher_weight,
+    TeacherWeight,
     count_hits,
     global_metrics,
     register_loss,
@@ -51,15 +51,12 @@ class WholeRowsLoss(Loss):
         group: The process group; None: all ranks.
         teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
             pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
-
-    Raises:
-        ValueError: If teacher_weight is not from 0 to 1.
     """
 
-    def __init__(self, group: Any = None, teacher_weight: float | None = None):
+    def __init__(self, group: Any = None, teacher_weight: TeacherWeight | None = None):
         super().__init__()
         self.group = group
-        self.teacher_weight = check_teacher_weight(teacher_weight)
+        self.teacher_weight = teacher_weight
 
     def compute(
         self, embeddings: Embeddings, logits_image: Tensor, logits_text: Tensor, local: slice
@@ -240,7 +237,7 @@ class InfoNCE(torch.autograd.Function):
         parts: Tensor | None = None
         if target_gradient is not None:
             per_pair, parts = _add_teacher_loss(per_pair, student, taught, target_gradient)
-        hits = [count_hits(top, x, student.scale) for top in (sums.rows_max, sums.columns_max)]
+        hits = [count_hits(largest, x, student.scale) for largest in sums.maxima]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
 

@@ -120,9 +120,9 @@ class _SigLIP(torch.autograd.Function):
             )
             total.add_(sums.loss)
             weight.add_(sums.weight)
-            top = sums.rows_max
-            largest = top if largest is None or top is None else torch.maximum(largest, top)
-            return [x for x in (sums.columns_max, d_others) if x is not None]
+            for top in sums.maxima[:1]:
+                largest = top if largest is None else torch.maximum(largest, top)
+            return [*sums.maxima[1:], *([] if d_others is None else [d_others])]
 
         def join(local: list[Tensor], received: list[Tensor]) -> None:
             if loss.accuracy:
@@ -160,7 +160,7 @@ class _SigLIP(torch.autograd.Function):
         # them.
         d_bias = (weight / b).view(1) if needs_bias else None
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
-        maxima = largest, home[0] if loss.accuracy else None
+        maxima = [] if largest is None else [largest, home[0]]
         hits = [count_hits(x, z, scale) for x in maxima]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (total / b).to(full_dtype(rows)), parts, *hits

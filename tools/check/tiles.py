@@ -239,11 +239,10 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
     block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
     sums = softmax_sums(block, True)
-    assert sums.rows_max is not None
     found = {
         "block rows": sums.rows.exp(),
         "block columns": sums.columns.exp(),
-        "block maxima": sums.rows_max,
+        "block maxima": sums.maxima[0],
     }
     # A row whose only column is its pair has no other entries, so its log-sum is log(0). Replace -inf by a number.
     shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]

@@ -10,11 +10,12 @@ from disco_ds.losses.kernels.similarity import (
     SigmoidTarget,
     Sums,
     Weights,
+    find_problem,
     sigmoid_block,
     softmax_gradient,
     softmax_sums,
 )
-from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, find_problem, full_dtype
+from disco_ds.losses.kernels.tiles import Impl, Precision, TileSize, Tiling, full_dtype
 
 __all__ = [
     "Block",
@@ -24,6 +25,7 @@ __all__ = [
     "SigmoidSums",
     "SigmoidTarget",
     "Sums",
+    "TileSize",
     "Tiling",
     "Weights",
     "find_problem",

@@ -12,18 +12,26 @@ positive pair is close to 1, computing 1 - p loses digits; computing it from the
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from types import ModuleType
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.losses.kernels import torch_tiles
-from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset, uses_triton
+from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling, full_dtype, pairs_offset
+
+FENCED = "3.7.1"
+"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return the initial maxima, -inf in float64, in the shapes of Sums.rows_max and Sums.columns_max."""
+        """Return the initial maxima, -inf in float64, in the shapes of Sums.maxima."""
         count = 1 + self.has_positives
         return [
             torch.full((count, len(x)), -math.inf, dtype=torch.float64, device=x.device)
@@ -204,13 +212,10 @@ class Sums:
     """[n], logarithm of the sum of exp(x) over each row."""
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
-    rows_max: Tensor | None
-    """Largest x of each row: rows_max[0] [n] among negatives. If the pairs of a group are positives of each
-    other, rows_max[1] [n] is the largest x among positives outside the diagonal. None if maxima were not computed."""
-    columns_max: Tensor | None
-    """Largest y of each column: columns_max[0] [m] among negatives. If the pairs of a group are positives of each
-    other, columns_max[1] [m] is the largest y among positives outside the diagonal. None if maxima were not
-    computed."""
+    maxima: Sequence[Tensor]
+    """The largest x of each row, [1, n] or [2, n], and the largest y of each column, [1, m] or [2, m]. The first number
+    is the largest among negatives. If the pairs of a group are positives of each other, the second number is the
+    largest among positives outside the diagonal. Empty if maxima were not computed."""
     positives: Tensor | None = None
     """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 
@@ -260,7 +265,7 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
     if shift is not None:
         row_sum.log_().add_(shift)
         column_sum.log_().add_(shift)
-    sums = Sums(row_sum, column_sum, *(largest or (None, None)))
+    sums = Sums(row_sum, column_sum, largest)
     if block.has_positives:
         sums.positives = torch.zeros_like(row_sum)
         for positives in block.positives():
@@ -397,12 +402,8 @@ class SigmoidSums:
     """0-d, the sum of softplus(-z) over positives and softplus(z) over negatives."""
     weight: Tensor
     """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over negatives: the gradient of the bias."""
-    rows_max: Tensor | None
-    """[1, n]: the largest z of each row among negatives. [2, n]: in addition, rows_max[1] is the largest z of each row
-    among positives outside the diagonal. None if maxima were not computed."""
-    columns_max: Tensor | None
-    """[1, m]: the largest z of each column among negatives. [2, m]: in addition, columns_max[1] is the largest z of
-    each column among positives outside the diagonal. None if maxima were not computed."""
+    maxima: Sequence[Tensor]
+    """The largest z of each row and of each column, as in Sums.maxima."""
 
 
 @dataclass
@@ -487,4 +488,69 @@ def sigmoid_block(
         W = -(-z).sigmoid_()
         weight += W.sum(dtype=torch.float64)
         positives.add_gradient(W, tiling, d_rows, d_columns)
-    return SigmoidSums(loss, weight, *(largest or (None, None)))
+    return SigmoidSums(loss, weight, largest)
+
+
+def uses_triton(tiling: Tiling, x: Tensor) -> bool:
+    """Return True if Triton should compute tiles from rows that have the device and dtype of x.
+
+    Raises:
+        ValueError: If `tiling.impl` is "triton" and Triton cannot run.
+    """
+    if tiling.impl == "torch" or x.dtype == torch.float64:
+        return False
+    if tiling.impl == "auto":
+        return x.is_cuda and find_problem(x.device, tiling.precision) is None
+    if not (x.is_cuda or _interprets()):
+        raise ValueError(
+            f"impl=triton needs the triton package and a GPU; the features are on {x.device}"
+        )
+    if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
+        raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
+    return True
+
+
+@cache
+def find_problem(device: torch.device, precision: Precision) -> str | None:
+    """Return why the Triton kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
+
+    Two kernels are run, because having a GPU is not enough: Triton needs the system's C compiler to build its launcher,
+    and the GPU may be too small or too new for a kernel.
+    """
+    problem = None
+    try:
+        import triton
+
+        from disco_ds.losses.kernels import triton_tiles
+
+        triton_tiles.try_out(device, precision)
+        if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
+            problem = f"triton {triton.__version__} is too old for this GPU, which needs {FENCED} or later"
+    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not wrong.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        problem = f"{type(error).__name__}: {lines[-1]}"
+    if problem:
+        logger.warning(
+            "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
+            device,
+            problem,
+        )
+    return problem
+
+
+def lacks_fence(capability: tuple[int, int], version: str) -> bool:
+    """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
+
+    Before 3.7.1, Triton emits no fence between asynchronous copies and the matrix products that read the copied data.
+    Wrong results were seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
+    """
+    return capability >= (10, 0) and Version(version) < Version(FENCED)
+
+
+def _interprets() -> bool:
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return triton.knobs.runtime.interpret

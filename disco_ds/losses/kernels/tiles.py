@@ -1,36 +1,32 @@
-"""How similarities are computed: the size and precision of tiles, and whether torch or Triton computes them."""
+"""Cut a block of similarities into tiles, and multiply tiles at the chosen precision."""
 
 # n rows, m columns, D width; a tile is a part of the n x m block
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
-from packaging.version import Version
+from pydantic import Field
 from torch import Tensor
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Impl = Literal["auto", "torch", "triton"]
+TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
+"""Number of rows and number of columns."""
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
 """A tile that is written to a GPU's memory has at most as many elements as fit into this size at `precision`."""
 PRODUCT_BLOCK = 128 * 256
 """Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
-FENCED = "3.7.1"
-"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
 PLANNED_MULTIPROCESSORS = 132
 """Number of multiprocessors assumed on a machine without a GPU: that of an H100."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,26 +43,11 @@ class Tiling:
             range. Float64 features are always multiplied in float64.
         impl: "torch" runs everywhere. "triton" needs a GPU. "auto" selects Triton where its kernels run on the GPU,
             and torch otherwise.
-
-    Raises:
-        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
-    tile: Sequence[int] | None = None
+    tile: TileSize | None = None
     precision: Precision = "auto"
     impl: Impl = "auto"
-
-    def __post_init__(self) -> None:
-        pair = isinstance(self.tile, list | tuple) and len(self.tile) == 2
-        if self.tile is not None and not (
-            pair and all(isinstance(n, int) and n > 0 for n in self.tile)
-        ):
-            raise ValueError(f"tile must be two positive integers, got {self.tile}")
-        for name, known in (("precision", get_args(Precision)), ("impl", get_args(Impl))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
 
     def on(self, device: torch.device) -> Tiling:
         """Return this tiling, with the precision "auto" replaced by the device's default precision."""
@@ -241,75 +222,3 @@ def pairs_offset(rows: slice, columns: slice, diagonal: int | None) -> int | Non
         return None
     offset = rows.start + diagonal - columns.start
     return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None
-
-
-def uses_triton(tiling: Tiling, x: Tensor) -> bool:
-    """Return True if Triton should compute tiles from rows that have the device and dtype of x.
-
-    Raises:
-        ValueError: If `tiling.impl` is "triton" and Triton cannot run.
-    """
-    if tiling.impl == "torch" or x.dtype == torch.float64:
-        return False
-    if tiling.impl == "auto":
-        return x.is_cuda and find_problem(x.device, tiling.precision) is None
-    if not (x.is_cuda or _interprets()):
-        raise ValueError(
-            f"impl=triton needs the triton package and a GPU; the features are on {x.device}"
-        )
-    if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
-        raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
-    return True
-
-
-@cache
-def find_problem(device: torch.device, precision: Precision) -> str | None:
-    """Return why the Triton kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
-
-    Having a GPU is not enough: Triton needs the system's C compiler to build its launcher, and the GPU may be too
-    small or too new for a kernel.
-    """
-    problem = _find_problem(device, precision)
-    if problem is None:
-        return None
-    logger.warning(
-        "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
-        device,
-        problem,
-    )
-    return problem
-
-
-def _find_problem(device: torch.device, precision: Precision) -> str | None:
-    if find_spec("triton") is None:
-        return "the triton package is not installed"
-    import triton
-
-    from disco_ds.losses.kernels import triton_tiles
-
-    try:
-        triton_tiles.try_out(device, precision)
-        if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
-            return f"triton {triton.__version__} is too old for this GPU, which needs {FENCED} or later"
-    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not wrong.
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[-1]}"
-    return None
-
-
-def lacks_fence(capability: tuple[int, int], version: str) -> bool:
-    """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
-
-    Before 3.7.1, Triton emits no fence between asynchronous copies and the matrix products that read the copied data.
-    Wrong results were seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
-    """
-    return capability >= (10, 0) and Version(version) < Version(FENCED)
-
-
-def _interprets() -> bool:
-    if find_spec("triton") is None:
-        return False
-    import triton
-
-    return triton.knobs.runtime.interpret
