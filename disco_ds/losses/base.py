@@ -80,8 +80,10 @@ class Embeddings:
             raise ValueError("image and text have no rows; pass at least one pair")
         for name in ("index", "group_id"):
             ids = getattr(self, name)
-            if ids is not None and ids.shape != image.shape[:1]:
-                raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
+            if ids is not None and (ids.shape != image.shape[:1] or ids.dtype != torch.int64):
+                raise ValueError(
+                    f"{name} must be [b] = [{len(image)}] int64, got {tuple(ids.shape)} {ids.dtype}"
+                )
         for teacher in self.teacher:
             if (teacher.image.dtype == torch.float64) != (image.dtype == torch.float64):
                 raise ValueError(
@@ -93,13 +95,6 @@ class Embeddings:
                     f"the teacher has {len(teacher.image)} rows, but image and text have {len(image)}; pass the "
                     "teacher's features of the same samples"
                 )
-        if self.index is not None and self.index.is_floating_point():
-            raise ValueError(f"index must contain integers, got {self.index.dtype}")
-        if self.group_id is not None and self.group_id.dtype != torch.int64:
-            raise ValueError(
-                f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "
-                "for example by numbering the groups or hashing their names"
-            )
 
 
 def _check_features(features: Embeddings | Teacher, owner: str = "") -> None:

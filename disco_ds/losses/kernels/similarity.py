@@ -150,8 +150,11 @@ class Block:
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
         """Yield the row and column range of every tile of the block. `written`: each tile is written to memory."""
-        n, D = self.rows.shape
-        return self.tiling.cut(n, len(self.columns), D, self.rows.device, written)
+        (n, D), m = self.rows.shape, len(self.columns)
+        rows, columns = self.tiling.size(n, m, D, self.rows.device, written)
+        for i in range(0, n, rows):
+            for j in range(0, m, columns):
+                yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def tile(self, i: slice, j: slice, scratch: Tensor | None) -> Tile:
         """Return the tile of rows i and columns j, with its memory in `scratch`."""

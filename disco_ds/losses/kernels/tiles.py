@@ -79,15 +79,6 @@ class Tiling:
             rows, columns = written_shape(n, D, elements, count_multiprocessors(device))
         return min(rows, n), min(columns, m)
 
-    def cut(
-        self, n: int, m: int, D: int, device: torch.device, written: bool = True
-    ) -> Iterator[tuple[slice, slice]]:
-        """Yield the row and column range of every tile of an n x m block of rows with width D."""
-        rows, columns = self.size(n, m, D, device, written)
-        for i in range(0, n, rows):
-            for j in range(0, m, columns):
-                yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
-
     def underflow_scale(self) -> float:
         """Return the power of two by which the weights in a gradient are multiplied, so that none becomes too small.
 

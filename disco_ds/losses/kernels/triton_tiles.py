@@ -30,18 +30,12 @@ def exp_sums(
     tile: Tile, scale: Tensor, shift: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute torch_tiles.exp_sums without writing to tile.out."""
-    row_sum, column_sum = _partial_vectors(tile)
-    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
-    rows, columns = _launch(
-        kernels.exp_sums_kernel, tile,
-        scale, shift.float(), row_sum, column_sum, row_max, column_max,
-        persistent=_can_describe(tile.r, tile.c), MAXIMA=maxima,
+    row_sum, column_sum, row_max, column_max = _launch_sums(
+        kernels.exp_sums_kernel, tile, scale, shift.float(),
+        maxima=maxima, persistent=_can_describe(tile.r, tile.c),
     )  # fmt: skip
-    sums = (
-        row_sum[:columns].sum(0, dtype=torch.float64),
-        column_sum[:rows].sum(0, dtype=torch.float64),
-    )
-    return *sums, *_largest(row_max, column_max, rows, columns, maxima)
+    sums = row_sum.sum(0, dtype=torch.float64), column_sum.sum(0, dtype=torch.float64)
+    return *sums, row_max, column_max
 
 
 def exp_weights(
@@ -62,15 +56,11 @@ def log_sums(
     tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute torch_tiles.log_sums without writing to tile.out."""
-    row_sum, column_sum = _partial_vectors(tile)
-    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
-    rows, columns = _launch(
-        kernels.log_sums_kernel, tile,
-        row_scale.contiguous(), column_scale.contiguous(), row_sum, column_sum, row_max, column_max,
-        MAXIMA=maxima,
+    row_sum, column_sum, row_max, column_max = _launch_sums(
+        kernels.log_sums_kernel, tile, row_scale.contiguous(), column_scale.contiguous(), maxima=maxima
     )  # fmt: skip
-    sums = row_sum[:columns].double().logsumexp(0), column_sum[:rows].double().logsumexp(0)
-    return *sums, *_largest(row_max, column_max, rows, columns, maxima)
+    sums = row_sum.double().logsumexp(0), column_sum.double().logsumexp(0)
+    return *sums, row_max, column_max
 
 
 def log_weights(
@@ -129,6 +119,24 @@ def try_out(device: torch.device, precision: Precision) -> None:
     torch.cuda.synchronize(device)  # raises the errors of the launches
 
 
+def _launch_sums(
+    kernel: Any, tile: Tile, *scales: Tensor, maxima: bool, persistent: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run a kernel for sums on every block of a tile.
+
+    Returns:
+        Partial sums of the rows [column blocks, n] and of the columns [row blocks, m], and the maxima of rows and
+        columns.
+    """
+    row_sum, column_sum = _partial_vectors(tile)
+    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
+    rows, columns = _launch(
+        kernel, tile, *scales, row_sum, column_sum, row_max, column_max, persistent=persistent, MAXIMA=maxima
+    )  # fmt: skip
+    largest = _largest(row_max, column_max, rows, columns, maxima)
+    return row_sum[:columns], column_sum[:rows], *largest
+
+
 def _launch(
     kernel: Any, tile: Tile, *rest: Any, persistent: bool = False, **options: Any
 ) -> tuple[int, int]:
@@ -142,6 +150,7 @@ def _launch(
     no_pairs = m  # a diagonal that lies outside the tile
     groups = tile.groups or (None, None)
     persistent &= tile.groups is None
+    precision = "tf32" if tile.tiling.precision == "tf32" else "ieee"
     tuned = 2 * _size_class(n, m, D) + persistent
     if persistent:
         # Tensor descriptors need an allocator. Triton keeps it per thread, so set it before every launch.
@@ -160,7 +169,7 @@ def _launch(
     with torch.cuda.device_of(r):
         kernel[programs](
             r, c, n, m, D, no_pairs if tile.pairs is None else tile.pairs, *r.stride(), *c.stride(),
-            tuned, *groups, *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
+            tuned, *groups, *rest, PRECISION=precision, enable_fp_fusion=True, **options,
         )  # fmt: skip
     return blocks(kernel.best_config.kwargs)
 
@@ -188,10 +197,6 @@ def _size_class(n: int, m: int, D: int) -> int:
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
-
-
-def _precision(tiling: Tiling) -> str:
-    return "tf32" if tiling.precision == "tf32" else "ieee"
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from open_clip.transformer import (
 from torch import nn
 
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, Block, Patches, has_fast_kernel
-from disco_ds.models.fast.texts import CutText, PackedText, can_pack, fits_kernels, is_causal, packs
+from disco_ds.models.fast.texts import CutText, PackedText, fits_kernels, is_causal, packs
 from disco_ds.models.two_towers import TwoTowers
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -59,8 +59,8 @@ def replace_parts(model: Any) -> None:
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
-    if _has_custom_encode_text(model):
-        return
+    if isinstance(model, TwoTowers) and type(model).encode_text is not TwoTowers.encode_text:
+        return  # a custom encode_text may use the text tower in another way
     if type(text) is TextTransformer and packs(packed := _adopt(PackedText, text)):
         model.text = packed
     elif type(text) is HFTextEncoder:
@@ -81,17 +81,10 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         pass  # the text tower does not run
     elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
         phrases.append("packed texts")
-    elif packs(text):
-        limits = f"16-bit values, up to {MAX_ROWS} tokens and heads of up to {MAX_ROWS}"
-        phrases.append(f"padded texts (packing on a GPU needs {limits})")
     elif isinstance(text, CutText):
         phrases.append("texts cut to the longest one")
-    elif _has_custom_encode_text(model):
-        phrases.append("padded texts (custom encode_text)")
     else:
-        known = not hasattr(text, "transformer") or can_pack(text)
-        reason = "unknown blocks" if known else "padding changes the features of this tower"
-        phrases.append(f"padded texts ({reason})")
+        phrases.append("padded texts")
     classes = {type(module) for module in model.visual.modules()}
     if Patches in classes:
         phrases.append("matrix patches")
@@ -100,11 +93,6 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
         phrases.append(f"image attention by {'Triton' if triton else 'torch'}")
     return phrases
-
-
-def _has_custom_encode_text(model: Any) -> bool:
-    """Return whether the model may use its text tower in another way than to pass tokens to it."""
-    return isinstance(model, TwoTowers) and type(model).encode_text is not TwoTowers.encode_text
 
 
 def _adopt(cls: type[Module], module: nn.Module) -> Module:

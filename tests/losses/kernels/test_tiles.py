@@ -395,7 +395,7 @@ def test_written_tiles_fill_whole_waves_of_a_gpu(n, D, multiprocessors, shape):
     assert written_shape(n, D, TILE_BYTES // 2, multiprocessors) == shape
 
 
-def test_tiles_of_a_gpu_fit_their_memory_and_cover_the_block_once():
+def test_tiles_of_a_gpu_fit_their_memory():
     assert PLANNED_MULTIPROCESSORS == 132
     device = torch.device("cuda")
     for precision, itemsize in (("fp16", 2), ("tf32", 4)):
@@ -403,9 +403,6 @@ def test_tiles_of_a_gpu_fit_their_memory_and_cover_the_block_once():
         for n, m, D in ((32768, 32768, 512), (3072, 196608, 512), (100, 300, 64)):
             rows, columns = tiling.size(n, m, D, device)
             assert rows * columns * itemsize <= TILE_BYTES
-            parts = list(tiling.cut(n, m, D, device))
-            assert sum((i.stop - i.start) * (j.stop - j.start) for i, j in parts) == n * m
-            assert max((i.stop - i.start, j.stop - j.start) for i, j in parts) == (rows, columns)
 
 
 @pytest.mark.parametrize(
