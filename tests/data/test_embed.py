@@ -174,6 +174,15 @@ def test_unreadable_sample_of_a_custom_source_is_left_out(path: Path, tmp_path: 
     assert names == [f"00000{number}.{member}" for number in (0, 1) for member in members]
 
 
+def test_column_that_no_sample_has_is_one_line(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["data.captions={'{nothing}': 1}", "data.max_broken=0"]
+    assert embed(path, tmp_path / "to", *overrides) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "17 of 17 samples are broken" in line
+
+
 def test_folder_of_other_embeddings_is_refused(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
