@@ -334,12 +334,12 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
     [
         (None, CSV, "No such file"),
         ("filepath\ttitle\n", CSV, "no rows"),
-        ("", CSV, "data.captions and data.group_by name title"),
-        ("filepath\ttitle\na\tb\n", {}, "data.captions and data.group_by name txt"),
+        ("", CSV, "has no column title; its columns: "),
+        ("filepath\ttitle\na\tb\n", {}, "has no column txt; its columns: filepath, title"),
         (
             "filepath\ttitle\na\tb\n",
             {"captions": {"{title}": 1}},
-            "data.image_key is jpg;jpeg;png;webp",
+            "has no column jpg;jpeg;png;webp",
         ),
         ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "a.png"),
         ("filepath,title,title\na.png,b,c\n", CSV, "several columns named title"),
