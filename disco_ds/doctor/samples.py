@@ -26,13 +26,13 @@ from disco_ds.data import (
 )
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
+from disco_ds.data.samples import SampleKey, find_prepare
 from disco_ds.data.sources.csv_source import Table
-from disco_ds.data.sources.load import find_stored
 from disco_ds.data.sources.selection import Selection
-from disco_ds.data.stored import VIEW_SEED, StoredEmbeddings, unpack
+from disco_ds.data.stored import StoredEmbeddings, find_stored
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, Status
-from disco_ds.eval.model import read_form
+from disco_ds.eval.model import read_input_spec
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
 from disco_ds.models.clip import build_model, build_tokenizer
 
@@ -66,8 +66,8 @@ class Sample(NamedTuple):
     """[3, H, W] uint8, before data.augment."""
     text: Tensor
     """[context length] int64, tokens."""
-    stored: Tensor
-    """The packed embeddings of teachers; empty if the recipe does not use stored embeddings."""
+    view_key: int
+    """Key of the random numbers of the augmentation."""
     caption: str
     """The caption as text. It is empty if the source generates tokens instead of text."""
     num_tokens: int
@@ -111,7 +111,8 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
     parts = config.data.per_source
     sources = load_sources(config.data)
     if config.teacher:
-        inputs = replace(inputs, stored=find_stored(parts, config.teacher, sources))
+        stages = [stage.data for stage in config.stage_configs]
+        inputs = replace(inputs, stored=find_stored(stages, config.teacher, sources))
     samples: list[Sample] = []
     first_id = 0
     for part, source in zip(parts, sources, strict=True):
@@ -258,23 +259,24 @@ class Inputs:
             captions[:] = texts
             return self.tokenizer(texts)
 
-        form = replace(read_form(self.model, tokenize), stored=self.stored)
+        spec = replace(read_input_spec(self.model, tokenize), stored=self.stored)
+        prepare, selection = find_prepare(source), Selection.load(data)
         padding = self.tokenizer([""])[0, -1]
         first_ids = list(accumulate(source.sizes, initial=first_id))
         # Opening a shard takes time, unlike the rows of a csv file.
         most = _NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS
         num = len(source.sizes) if isinstance(source, Table) else min(most, len(source.sizes))
         shards = [i * (len(source.sizes) - 1) // max(num - 1, 1) for i in range(num)]
-        with closing(source.open_samples(data, form, self.config.seed, 1)) as reader:
+        opened: Any = source.open(1, data.window)
+        with closing(opened) as reader:
             count = reader.count if data.index == "none" else source.sizes.__getitem__
             for shard, entry in choose_samples([count(shard) for shard in shards], shards):
                 findings.num_read += 1
                 index = first_ids[shard] + entry
                 try:
                     with breaks_sample(OSError):
-                        decode, row, _ = reader.read(shard, entry, 0, index)
-                        text, stored = row[: form.context_length], row[form.context_length :]
-                        image = decode()
+                        members = selection.read(reader, shard, entry)
+                        sample = prepare(members, SampleKey(self.config.seed, 0, index), data, spec)
                 except DroppedSample:
                     findings.num_dropped += 1
                 except LostSample as error:
@@ -284,9 +286,10 @@ class Inputs:
                     findings.broken[shard, entry] = name
                 else:
                     caption = captions[0] if captions else ""
+                    text = sample["text"]
                     num_tokens = int((text != padding).sum())
-                    sample = Sample(image, text, stored, caption, num_tokens, index)
-                    findings.samples.append(sample)
+                    arrays = sample["image"], text, sample["view_key"]
+                    findings.samples.append(Sample(*arrays, caption, num_tokens, index))
         if not findings.num_rows:
             findings.captions.update(each.caption for each in findings.samples if each.caption)
 
@@ -305,10 +308,8 @@ class Inputs:
 
     def augment(self, sample: Sample) -> Tensor:
         """Return a sample's image as training's first epoch augments it, [3, H, W]."""
-        key = torch.tensor([0]), torch.tensor([sample.id]), self.config.seed
-        if self.stored:
-            key = *unpack(sample.stored[None])[:2], VIEW_SEED
-        return augment(sample.image[None], *key, self.config.data.augment)[0]
+        key = torch.tensor([sample.view_key])
+        return augment(sample.image[None], key, self.config.data.augment)[0]
 
     def draw(self, samples: list[Sample], path: Path) -> None:
         """Write a picture of samples after augmentation, each with its caption and number of tokens."""

@@ -27,12 +27,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disco_ds.config import Config
+from disco_ds.config import Config, DataSettings
 from disco_ds.config.data import is_remote
-from disco_ds.data import MicroBatch, Source
-from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
-from disco_ds.data.sources.base import Samples
-from disco_ds.eval.model import read_form
+from disco_ds.data import InputSpec, MicroBatch, Source
+from disco_ds.data.errors import BrokenSample, breaks_sample
+from disco_ds.data.samples import SampleKey, SyntheticSource
+from disco_ds.data.samples import prepare as prepare_sample
+from disco_ds.data.sources.selection import Selection
+from disco_ds.eval.model import read_input_spec
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import (
     build_model,
@@ -41,9 +43,9 @@ from disco_ds.models.clip import (
     read_preprocessing,
     read_text_size,
 )
-from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
+from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
 
@@ -231,9 +233,8 @@ def make_batch(
     position = torch.arange(context, device=device)
     text = torch.where(position < end, text, 0) + (vocabulary - 1) * (position == end)
     index = torch.arange(m, device=device)
-    counted = lengths if find_counter(model) else None
-    ids = torch.zeros_like(index)
-    return MicroBatch(image, text, index, ids, torch.zeros_like(index), counted)
+    batch = {"image": image, "text": text, "index": index, "view_key": index}
+    return batch | {"lengths": lengths} if find_counter(model) else batch
 
 
 def trace(
@@ -307,7 +308,7 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
         batch = make_batch(model, m, lengths=lengths)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
-        samples = list(batch.tensors.values())
+        samples = [array for array in batch.values() if isinstance(array, Tensor)]
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Do not count what exists before the passes; plan/memory.py counts it.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])
@@ -426,14 +427,14 @@ def read_text_tokens(
             return replace(assumed, text_tokens=None)
         if assumed.text_tokens is not None:
             return assumed
-        form = read_form(model, build_tokenizer(config.model, model))
+        spec = read_input_spec(model, build_tokenizer(config.model, model))
         given = [part.weight for part in data.sources or ()] or [None]
         for weight, settings, source in zip(given, data.per_source, sources, strict=True):
-            with closing(source.open_samples(settings, form, config.seed, 1)) as samples:
-                if type(samples) is Samples:
-                    read = _read_lengths(source, samples, count, NUM_CAPTIONS // len(sources))
-                    lengths += read
-                    weights += len(read) * [(weight or source.num_samples) / len(read)]
+            if not isinstance(source, SyntheticSource):
+                num = NUM_CAPTIONS // len(sources)
+                read = _read_lengths(source, settings, spec, count, num)
+                lengths += read
+                weights += len(read) * [(weight or source.num_samples) / max(len(read), 1)]
     if not lengths:
         return assumed
     mean = fmean(lengths, weights)
@@ -452,16 +453,21 @@ def is_packed(config: Config, model: Any) -> bool:
     return packed and is_short and not is_exact
 
 
-def _read_lengths(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
+def _read_lengths(
+    source: Source, settings: DataSettings, spec: InputSpec, count: Any, num: int
+) -> list[int]:
     """Read up to `num` captions of a source, and return the number of tokens of each."""
     lengths = []
     last = len(source.sizes) - 1
     shards = sorted({i * last // (NUM_SHARDS - 1) for i in range(NUM_SHARDS)})
     share = -(-num // len(shards))
-    for shard in shards:
-        size = source.sizes[shard]
-        for entry in sorted({i * size // share for i in range(share)} if size else ()):
-            with suppress(BrokenSample, DroppedSample), breaks_sample(OSError):
-                _, text, _ = samples.read(shard, entry, 0, entry)
-                lengths.append(int(count(text[None])[0]))
+    selection = Selection.load(settings)
+    with closing(source.open(1, settings.window)) as reader:
+        for shard in shards:
+            size = source.sizes[shard]
+            for entry in sorted({i * size // share for i in range(share)} if size else ()):
+                with suppress(BrokenSample), breaks_sample(OSError):
+                    members = selection.read(reader, shard, entry)
+                    sample = prepare_sample(members, SampleKey(0, 0, entry), settings, spec)
+                    lengths.append(int(count(sample["text"][None])[0]))
     return lengths

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disco_ds.cli.dry_run import describe_run
+from disco_ds.cli.commands import describe_run
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
 from disco_ds.config.recipe_yaml import Dumper, parse

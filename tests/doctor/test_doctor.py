@@ -24,8 +24,8 @@ from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data import DataError, ImageSpec, Loader, SampleForm, Share, Staging, load_sources
-from disco_ds.data.sources.load import find_stored
+from disco_ds.data import DataError, ImageSpec, InputSpec, Loader, Share, Staging, load_sources
+from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.recipe_checks import (
@@ -428,16 +428,16 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
         inputs = replace(inputs, stored=find_stored([config.data], teacher, [source]))
     inputs.read(source, config.data, 0, findings)
     look = read_preprocessing(inputs.model)
-    spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model), stored=inputs.stored)
-    loader = Loader(config.data, [source], form, Share(0, 1, 20, 20), config.seed, None, Staging())
+    image = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    spec = InputSpec(image, inputs.tokenizer, *read_text_size(inputs.model), stored=inputs.stored)
+    loader = Loader(config.data, [source], spec, Share(0, 1, 20, 20), config.seed, None, Staging())
     loader.start_step()
     (batch,) = loader.first_pass()
     images = prepare(config, batch)[0]
-    rows = {index: row for row, index in enumerate(batch.index.tolist())}
+    rows = {index: row for row, index in enumerate(batch["index"].tolist())}
     assert len(findings.samples) == 20
     for sample in findings.samples:
-        assert torch.equal(batch.text[rows[sample.id]], sample.text)
+        assert torch.equal(batch["text"][rows[sample.id]], sample.text)
         assert torch.allclose(images[rows[sample.id]], inputs.augment(sample), atol=1e-6)
     loader.close()
     lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher import runner
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.launch.hosts import read_hosts, signal_ranks, wait_for_hosts, with_hosts
 from disco_ds.launch.launcher import front_end, run

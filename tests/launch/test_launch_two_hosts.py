@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
 from disco_ds.runs.run_folder import CONFIG
