@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from disco_ds.distributed import comm, ring
@@ -29,21 +30,19 @@ from disco_ds.losses.base import (
     global_metrics,
     teacher_metrics,
 )
-from disco_ds.losses.kernels import (
+from disco_ds.losses.kernels.similarity import (
     Block,
     Groups,
-    Impl,
-    Precision,
     Sums,
-    TileSize,
-    Tiling,
     Weights,
-    full_dtype,
     softmax_gradient,
     softmax_sums,
 )
+from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, full_dtype
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
+TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
+"""Number of rows and number of columns."""
 SameGroup = Literal["negatives", "ignored", "positives"]
 
 

@@ -32,7 +32,7 @@ from disco_ds.losses.blocks import (
     overflow_shift,
     pair_cosines,
 )
-from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.kernels.tiles import full_dtype
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]

@@ -15,8 +15,8 @@ from disco_ds.data.samples import SampleKey, SyntheticSource, prepare
 from disco_ds.data.sources.selection import Selection
 from disco_ds.eval.model import read_input_spec
 from disco_ds.models.clip import build_tokenizer, read_text_size
-from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
+from disco_ds.models.fast.texts import find_counter, packs
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.towers import build_fake_model
 

@@ -52,7 +52,7 @@ from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.model import read_image_spec, read_input_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels import find_problem as find_kernel_problem
+from disco_ds.losses.kernels.similarity import find_problem as find_kernel_problem
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
 from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
@@ -64,7 +64,8 @@ from disco_ds.models.clip import (
     read_text_size,
     register_config,
 )
-from disco_ds.models.fast import compile_towers, describe_parts, find_counter, is_compiled
+from disco_ds.models.fast.replace import compile_towers, describe_parts, is_compiled
+from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import (
     download_weights,

@@ -85,7 +85,11 @@ def packs(tower: Any) -> bool:
 
     `tower` is a text tower, or an open_clip CLIP model, which contains the parts of its text tower directly.
     """
-    if type(tower) not in (open_clip.CLIP, PackedText) or not can_pack(tower):
+    # Later tokens have no effect on the end token, whose feature these towers return.
+    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
+    if type(tower) is TextTransformer or not is_causal(tower) or not pooled:
+        return False
+    if getattr(tower, "output_tokens", False):
         return False
     return all(isinstance(block, Block) for block in tower.transformer.resblocks)
 
@@ -108,12 +112,6 @@ def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: boo
     attention = tower.transformer.resblocks[0].attn
     head_width = attention.out_proj.in_features // attention.num_heads
     return max(num_tokens, head_width) <= MAX_ROWS and is_half and has_kernel(device)
-
-
-def can_pack(tower: Any) -> bool:
-    """Return whether an open_clip tower uses the feature of the end token, on which later tokens have no effect."""
-    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
-    return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
 
 
 def is_causal(tower: Any) -> bool:
