@@ -464,19 +464,16 @@ def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[s
         rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
-    found = dict(zip(names, parts.unbind(), strict=False))
-    if "teacher_kl" not in found:
-        return found
+    metrics = dict(zip(names, parts.unbind(), strict=False))
+    if "teacher_kl" not in metrics:
+        return metrics
     with torch.no_grad():
         count = min(len(embeddings.image), max(SAMPLE // comm.size(group), 1))
         student = _gather_logits(embeddings, count, group)
-        probabilities = sum(
-            _gather_logits(teacher, count, group).softmax(1) for teacher in embeddings.teacher
-        )
-        assert isinstance(probabilities, Tensor)
-        agree = student.argmax(1) == probabilities.argmax(1)
-        found["teacher_agreement"] = agree.double().mean()
-    return found
+        teachers = [_gather_logits(each, count, group).softmax(1) for each in embeddings.teacher]
+        agree = student.argmax(1) == torch.stack(teachers).sum(0).argmax(1)
+        metrics["teacher_agreement"] = agree.double().mean()
+    return metrics
 
 
 def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
