@@ -384,7 +384,7 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     The options are the parameters of the constructor. If the constructor takes `**options`, the parameters of the base
     class's constructor are included.
     """
-    found: dict[str, inspect.Parameter] = {}
+    options: dict[str, inspect.Parameter] = {}
     takes_any = False
     # Go from the class to its base classes, as long as each constructor takes `**options`.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
@@ -393,11 +393,11 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
         _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
         for option in parameters:
             if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD):
-                found.setdefault(option.name, option)
+                options.setdefault(option.name, option)
         takes_any = any(option.kind is option.VAR_KEYWORD for option in parameters)
         if not takes_any:
             break
-    return found, takes_any
+    return options, takes_any
 
 
 TIE = 1e-5
@@ -478,6 +478,7 @@ def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[s
 
 def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
     """Return the logits of the first `count` pairs of every rank, [N count, N count] in fp32. Collective."""
-    image, text = (x[:count].detach().float() for x in (features.image, features.text))
-    sides = comm.gather(image, group), comm.gather(text, group)
-    return features.scale.detach().float() * (sides[0] @ sides[1].T)
+    image, text = (
+        comm.gather(x[:count].detach().float(), group) for x in (features.image, features.text)
+    )
+    return features.scale.detach().float() * (image @ text.T)

@@ -307,8 +307,8 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
     """Compute (pixels - mean) / std in one pass, in the precision of the tower's first layer."""
     device = image.device
     largest = 255.0 if image.dtype == torch.uint8 else 1.0
-    look = read_preprocessing(model)
-    factor, offset = pixel_affine(look.mean, look.std, largest, device)
+    preprocessing = read_preprocessing(model)
+    factor, offset = pixel_affine(preprocessing.mean, preprocessing.std, largest, device)
     dtype = model.logit_scale.dtype
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -85,13 +85,15 @@ def packs(tower: Any) -> bool:
 
     `tower` is a text tower, or an open_clip CLIP model, which contains the parts of its text tower directly.
     """
-    # Later tokens have no effect on the end token, whose feature these towers return.
+    if (
+        type(tower) is TextTransformer
+        or not is_causal(tower)
+        or getattr(tower, "output_tokens", False)
+    ):
+        return False
+    # Later tokens have no effect on the feature of the end token.
     pooled = _read_pooling(tower)[0] in ("argmax", "eos")
-    if type(tower) is TextTransformer or not is_causal(tower) or not pooled:
-        return False
-    if getattr(tower, "output_tokens", False):
-        return False
-    return all(isinstance(block, Block) for block in tower.transformer.resblocks)
+    return pooled and all(isinstance(block, Block) for block in tower.transformer.resblocks)
 
 
 def runs_packed(tower: Any, text: Tensor) -> bool:
@@ -134,8 +136,8 @@ def _read_pooling(tower: Any) -> tuple[str | None, int | None]:
 
 def _count_to_last(needed: Tensor) -> np.ndarray:
     """Return the number of tokens of each text up to the last needed one, at least 1. `needed` is [m, L] bool."""
-    places = torch.arange(1, needed.shape[1] + 1, device=needed.device)
-    return (needed * places).amax(1).clamp(min=1).cpu().numpy()
+    positions = torch.arange(1, needed.shape[1] + 1, device=needed.device)
+    return (needed * positions).amax(1).clamp(min=1).cpu().numpy()
 
 
 def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor:
