@@ -2,8 +2,8 @@
 
 The rows are the features of one side (image or text), and the columns those of the other side. Gathered has all columns
 in one tensor; Ring receives them rank by rank. Both compute a sum for each of this rank's rows and columns, and the
-gradients of rows and columns. The losses differ in how
-they use these results. Only the losses and the cost estimates in plan/ import this file.
+gradients of rows and columns. The losses differ in how they use these results. Only the losses and the cost estimates
+in plan/ import this file.
 """
 
 # b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: first the values
@@ -52,8 +52,8 @@ class TiledLoss(Loss):
     Args:
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
-        tile: Largest number of rows and columns of a tile. None: the default of kernels.Tiling.
-        precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
+        tile: Largest number of rows and columns of a tile. None: the default of Tiling (kernels/tiles.py).
+        precision: Precision of the operands of matrix multiplications: one of those that Tiling describes.
         impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
         group: The process group; None: all ranks.
     """
