@@ -266,7 +266,7 @@ def build(
     if saved and not find_changes(saved.meta["identity"], identity):
         earlier = saved.meta["anomalies"]
     anomalies = AnomalyDetector(
-        metrics.note,
+        metrics.write_values,
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
