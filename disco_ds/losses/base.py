@@ -251,8 +251,7 @@ class Loss(nn.Module):
         A loss that keeps state overrides this.
 
         Args:
-            parts: One state_dict() for each rank that saved the checkpoint. A part is read from disk when it is
-                indexed, so each rank should index only the parts that it needs.
+            parts: One state_dict() for each rank that saved the checkpoint. Tensors are memory-mapped.
 
         Raises:
             ValueError: If the checkpoint has state that this loss does not keep.
