@@ -23,7 +23,7 @@ from disco_ds.doctor.hosts import check_all_hosts
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels import Tiling
+from disco_ds.losses.kernels.tiles import Tiling
 from disco_ds.models.clip import build_model
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
