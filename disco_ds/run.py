@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from disco_ds.checkpoints.upload import Uploads
+from disco_ds.checkpoints.keep import Mirror
 from disco_ds.config import Config, find_late
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
@@ -150,7 +150,7 @@ def train_session(
         Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
     """
     interrupts = Interrupts(60 * config.checkpoint.every_minutes)
-    uploads: Uploads | None = None
+    uploads: Mirror | None = None
     refusal: type[Exception] = RefusedError
     while True:
         folder, is_finished, uploads = _train_stage(
@@ -173,9 +173,9 @@ def _train_stage(
     launch_id: str | None,
     report: Callable[[object], object],
     interrupts: Interrupts,
-    uploads: Uploads | None,
+    uploads: Mirror | None,
     refusal: type[Exception],
-) -> tuple[Path, bool, Uploads | None]:
+) -> tuple[Path, bool, Mirror | None]:
     """Build the run and train it to the end of its current stage. Collective.
 
     Args:

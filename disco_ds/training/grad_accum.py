@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from disco_ds.losses import Embeddings, LossOutput, Teacher
-from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.kernels.tiles import full_dtype
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(features of the first side [m, D], features of the second side [m, D], scale [1], bias [1] or None)."""
