@@ -6,10 +6,10 @@ import argparse
 import json
 
 from disco_ds.config.text_file import write_text
-from disco_ds.distributed.comm import RendezvousError
+from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import describe
-from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
+from disco_ds.run import evaluate_run
 from disco_ds.runs.messages import fail_rank, set_up_logging
 
 
@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
                 )
     except RendezvousError as error:
         return fail_rank(error, 1)
-    except (*AGREED_ERRORS, OSError) as error:
-        return fail_rank(error, exit_code(error), speaks=first or isinstance(error, OSError))
+    except AgreedError as error:
+        return fail_rank(error, error.exit_code, speaks=first)
+    except OSError as error:
+        return fail_rank(error, 1)
     return 0

@@ -98,8 +98,8 @@ def session(timeout_s: float) -> Iterator[None]:
     """Join the process group for a `with` block. Collective.
 
     All ranks leave the block together, because a rank that exits early makes the others abort. If the
-    block raises an error on a rank, that rank does not wait for the others: the launcher then sees it
-    exit and stops the others.
+    block raises an AgreedError, all ranks do so and leave normally. After any other error, this rank does
+    not wait for the others: the launcher then sees it exit and stops the others.
 
     Args:
         timeout_s: Timeout of collectives.
@@ -117,8 +117,11 @@ def session(timeout_s: float) -> Iterator[None]:
     if _next_port is not None:
         os.environ.update(MASTER_PORT=str(_next_port), TORCHELASTIC_USE_AGENT_STORE="False")
     init(timeout_s)
+    failure: AgreedError | None = None
     try:
         yield
+    except AgreedError as error:
+        failure = error
     except BaseException:
         # With one rank, no other rank is waiting, and this process may start another session.
         if size() == 1:
@@ -129,6 +132,8 @@ def session(timeout_s: float) -> Iterator[None]:
     _next_port = broadcast(_free_port()) if size() > 1 else None
     barrier()
     dist.destroy_process_group()
+    if failure is not None:
+        raise failure
 
 
 def _joined() -> bool:
@@ -185,6 +190,30 @@ def open_store(timeout_s: float) -> Any:
 
 
 # Errors
+
+
+class AgreedError(ValueError):
+    """An error that all ranks raise together, so that they can shut down cleanly.
+
+    Its subclasses say why the ranks stop:
+    - RefusedError: there is a mistake in the settings, data or weights.
+    - AskedToStopError: a signal requested it.
+    """
+
+    exit_code = 1
+    """Exit code of a command that ends with this error."""
+
+
+class RefusedError(AgreedError):
+    """A mistake in the settings, data or weights. It is raised before the first training step."""
+
+    exit_code = 2
+
+
+class AskedToStopError(AgreedError):
+    """A signal requested the run to stop. The message says whether a checkpoint was saved."""
+
+    exit_code = 3
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -335,10 +364,6 @@ def broadcast(item: Any) -> Any:
     if _joined():
         dist.broadcast_object_list(items, src=0)
     return items[0]
-
-
-class AgreedError(ValueError):
-    """A failure that all ranks raise together, so that they can shut down cleanly."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A collective that waits for a dead rank times out without saying which rank is missing, so each rank
 runs two background threads:
 
-- The heartbeat thread writes this rank's heartbeat, which includes its place in the training, into
+- The heartbeat thread writes this rank's heartbeat, which includes its progress in the training, into
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
@@ -11,7 +11,7 @@ runs two background threads:
   signals, even while the main thread is blocked. It never uses the store, because a call to TCPStore
   blocks forever if the store's host is frozen.
 
-A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
+A rank's progress is that of its Python process. If a GPU hangs, all processes wait at the same mark, so
 the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
 """
 
@@ -56,8 +56,8 @@ KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
 
 
-class Place(NamedTuple):
-    """A place in the training, as recorded by Heartbeat.mark."""
+class Progress(NamedTuple):
+    """How far a rank has got, as recorded by Heartbeat.mark."""
 
     number: int
     """Sequence number of the mark (see Heartbeat.mark).
@@ -78,7 +78,7 @@ class Beat(NamedTuple):
 
     serial: int
     """Number of heartbeats that the rank has sent so far, so that no two of its heartbeats are equal."""
-    place: Place
+    progress: Progress
     running: bool
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
@@ -113,8 +113,8 @@ class Heartbeat:
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
         # If an iteration of a thread's loop takes longer than this, the process was frozen.
         self._frozen_s = 3 * self._interval_s
-        self.place = Place(0, 0, "building")
-        """The place that the last call of `mark` recorded."""
+        self.progress = Progress(0, 0, "building")
+        """What the last call of `mark` recorded."""
         self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
@@ -130,7 +130,7 @@ class Heartbeat:
         self._wake = threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
-        """Record the place that training has reached. All ranks make the same calls in the same order.
+        """Record how far training has got. All ranks make the same calls in the same order.
 
         Args:
             step: Number of completed steps.
@@ -138,9 +138,9 @@ class Heartbeat:
             timed: Whether timeout_s limits the time from this mark to the next one.
         """
         self._timed = False  # cleared first, because _marked_at still belongs to the previous mark
-        # The heartbeat thread reads the place before the time, so it never sees a new place with an old time.
+        # The heartbeat thread reads the progress before the time, so it never sees new progress with an old time.
         self._marked_at = time.monotonic()
-        self.place = Place(self.place.number + 1, step, doing)
+        self.progress = Progress(self.progress.number + 1, step, doing)
         self._timed = timed
 
     def stop_agreed(self) -> None:
@@ -191,6 +191,8 @@ class Heartbeat:
         """Stop both threads. After a communication error, first wait until the rank that caused it is found."""
         if not self._active:
             return
+        if isinstance(error, comm.AgreedError):  # this rank leaves together with all others
+            error = None
         if isinstance(error, KeyboardInterrupt):
             time.sleep(self._interval_s)  # meanwhile, _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
@@ -200,8 +202,8 @@ class Heartbeat:
             time.sleep(self._patience_s + 3 * self._interval_s)
         reason = ""
         if error is not None:
-            place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
-            reason = f"{place} failed: {type(error).__name__}: {error}"
+            name = f"rank {self._rank} on {socket.gethostname()} (last {self.progress})"
+            reason = f"{name} failed: {type(error).__name__}: {error}"
         # Assigned only when it is complete, because the heartbeat thread may read it at any time.
         self._exit_reason = reason
         self._wake.set()
@@ -265,8 +267,8 @@ class Heartbeat:
         *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
-            serial, place, running = json.loads(text)
-            beat = Beat(serial, Place(*place), running)
+            serial, progress, running = json.loads(text)
+            beat = Beat(serial, Progress(*progress), running)
             if beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_heard[rank] = now
@@ -307,7 +309,7 @@ class Heartbeat:
             silent_s = now - self._last_heard[rank]
             if self._beats[rank].running and silent_s > self._patience_s:
                 return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
-        place = self.place  # read before the time, see `mark`
+        progress = self.progress  # read before the time, see `mark`
         waited_s = now - self._marked_at
         pause_s = 0.1 * self.timeout_s
         if waited_s > 9 * pause_s and now - self._compared_at > pause_s:
@@ -316,7 +318,7 @@ class Heartbeat:
             behind = [
                 self._name(rank)
                 for rank, beat in sorted(self._beats.items())
-                if beat.running and beat.place.number < place.number
+                if beat.running and beat.progress.number < progress.number
             ]
             if behind:
                 return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
@@ -377,11 +379,11 @@ class Heartbeat:
 
     def _send_beat(self) -> None:
         self._serial += 1
-        beat = Beat(self._serial, self.place, self._exit_reason is None)
+        beat = Beat(self._serial, self.progress, self._exit_reason is None)
         self._store.set(f"{KEY}/{self._rank}", json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        last = f" (last {self._beats[rank].place})" if rank in self._beats else ""
+        last = f" (last {self._beats[rank].progress})" if rank in self._beats else ""
         return f"rank {rank} on {self._hosts[rank]}{last}"
 
     def _restart_clocks(self) -> None:

@@ -127,6 +127,11 @@ class Run:
     overflows: list[float] = field(default_factory=list)
     """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the run ends with the current stage."""
+        return self.schedule.last_step == self.schedule.num_steps
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed steps.
 

@@ -22,7 +22,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
 from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
-from disco_ds.training.engine import backward_and_step
+from disco_ds.training.engine import NOT_FINITE, backward_and_step
 from disco_ds.training.grad_accum import (
     Features,
     MicroFeatures,
@@ -314,7 +314,10 @@ class _Engine:
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
         """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
-        return backward_and_step(self.engine, surrogates) is not None
+        update = backward_and_step(self.engine, surrogates)
+        if update.result == "not finite":
+            raise FloatingPointError(f"step {self.engine.global_steps}: {NOT_FINITE}")
+        return update.result == "applied"
 
 
 @dataclass

@@ -82,6 +82,28 @@ def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
     )
 
 
+def start_where_rank_1_has_no_recipe(recipe: Path, command: str) -> int:
+    known = recipe if os.environ["RANK"] == "0" else recipe.with_name("missing.yaml")
+    words = (
+        ["train"]
+        if command == "train"
+        else ["eval", "runs/none", "eval.labeled.unseen=bundled:emoji/unseen"]
+    )
+    return main([*words, "--config", str(known)])
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_recipe_that_only_one_rank_cannot_read_ends_all_ranks(
+    recipe: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes = run_ranks(start_where_rank_1_has_no_recipe, 2, recipe, command, joined=False)
+    said = capfd.readouterr().out
+    assert codes == [2, 2], said
+    assert said.count("error on") == 1
+    assert "(rank 1)" in said
+    assert "missing.yaml" in said
+
+
 def build_in_own_folder(folder: Path) -> str:
     os.chdir(folder / f"host{comm.rank()}")
     return refused(
