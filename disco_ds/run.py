@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,7 +24,7 @@ from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import Config, find_late
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement
+from disco_ds.distributed.agreement import check_agreement, check_code
 from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
@@ -130,10 +131,8 @@ def train_session(
         get_accelerator().empty_cache()
         with comm.session(config.timeout_s), ExitStack() as stack:
             try:
-                with comm.all_or_none("recipe"):
-                    pass  # fails if a rank has called refuse_recipe
                 options = {"--resume": resume, "--allow-change": list(allow_change)}
-                check_agreement(config.model_dump(mode="json") | options)
+                _check_ranks(config, options)
                 unattended = launch_id is not None
                 run = build(config, resume, stack, unattended, allow_change, uploads, interrupts)
                 _announce(run, launch_id)
@@ -160,6 +159,18 @@ def train_session(
         if run.is_last_stage:
             return run.folder
         resume, allow_change, is_first_stage = str(run.folder), (), False
+
+
+def _check_ranks(config: Config, options: dict[str, Any]) -> None:
+    """Check that all ranks have the same settings, options and code. Collective.
+
+    Raises:
+        ValueError: On every rank, if they differ, or if a rank has called `refuse_recipe` instead.
+    """
+    with comm.all_or_none("recipe"):
+        pass
+    check_agreement(config.model_dump(mode="json") | options)
+    check_code()
 
 
 def refuse_recipe(problem: ValueError) -> None:
@@ -304,17 +315,11 @@ def evaluate_run(
     except ValueError as error:
         with _restored_process():
             refuse_recipe(error)
-    with (
-        _restored_process(),
-        comm.session(config.timeout_s),
-        Heartbeat(config.lost_after_s, config.timeout_s) as heartbeat,
-    ):
-        share_host()  # without this, each rank would start as many threads as the host has cores
+    with _restored_process(), comm.session(config.timeout_s), ExitStack() as stack:
         try:
-            with comm.all_or_none("recipe"):
-                pass  # fails if a rank has called refuse_recipe
-            arguments = {"MODEL": str(model), "--weights": str(weights), "--ema": ema}
-            check_agreement(config.model_dump(mode="json") | arguments)
+            _check_ranks(config, {"MODEL": str(model), "--weights": str(weights), "--ema": ema})
+            heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
+            share_host()  # without this, each rank would start as many threads as the host has cores
             with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.all_or_none("model"):

@@ -140,6 +140,8 @@ def contrastive_step(
     try:
         features = forward_all(towers, parts, micro_batches)
         after = Snapshot(model, device)
+        if due and micro_batches > 1:
+            before.warn_of_changed_buffers(model)
         out, leaves = loss_at_features(check_and_compute_loss, features)
         is_updated = backend.run(surrogates(towers, parts, features, leaves))
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics

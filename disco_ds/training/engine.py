@@ -123,12 +123,20 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: Tree) -> 
         settings: Settings of the optimizer.
         ds_config: The result of config.render_ds_config, which sets every needed key and refuses
             combinations of settings that DeepSpeed handles incorrectly.
+
+    Raises:
+        ValueError: If a parameter has no dimensions.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed_quirks.reset_autocast()
     # All steps have the same shapes, so let cuDNN time its algorithms once. Without timing, cuDNN chose a slow one for
     # the gradient of ViT-B/32's patch embedding, which took 18 ms of a 436 ms step (H200, micro-batch 2048).
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"model: DeepSpeed cannot train {name}, a parameter without dimensions; give it the shape [1]"
+            )
     model.to(comm.local_device())
     groups = parameter_groups(model, settings)
     matrices = [matrix for group in groups if group["muon"] for matrix in group["params"]]
@@ -356,9 +364,12 @@ def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     parameter = engine.module.logit_scale
     if not parameter.requires_grad:
         return
+    bound = math.log(max_scale)
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        bound = round_down(bound, parameter.dtype)
     # The factor covers the rounding of exp, so that a scale at the bound does not count as above it.
     is_above = before > 1.0001 * max_scale
-    limit = torch.where(is_above, before.double().log(), math.log(max_scale))
+    limit = torch.where(is_above, before.double().log(), bound)
 
     def clamp(values: Tensor) -> Tensor:
         return values.copy_(values.minimum(limit.to(values)))
@@ -373,3 +384,10 @@ def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     if mapping is not None:  # ZeRO 1 and 2: this rank owns all or part of the fp32 copy
         clamp(mapping.get_hp_fragment())
     clamp(parameter.data)
+
+
+def round_down(value: float, dtype: torch.dtype) -> float:
+    """Return the largest number of this dtype that is not above `value`."""
+    mantissa, exponent = math.frexp(value)
+    num_steps = 2 / torch.finfo(dtype).eps
+    return math.ldexp(math.floor(mantissa * num_steps) / num_steps, exponent)

@@ -104,6 +104,8 @@ def run_step(
             features = forward_all(run.towers, micro_batches, engine.gradient_accumulation_steps())
         # The repeated forwards must change neither BatchNorm's statistics nor the random numbers of the next step.
         after = Snapshot(engine.module)
+        if step == run.schedule.first_step and engine.gradient_accumulation_steps() > 1:
+            before.warn_of_changed_buffers(engine.module)
         begin("loss")
         with timer("step/loss"):
             out, leaves = loss_at_features(run.loss, features)

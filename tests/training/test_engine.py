@@ -284,6 +284,14 @@ def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
             )
 
 
+def test_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(write_tiny(tmp_path), {})
+    model = build_model(config.model)
+    model.visual.gain = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ValueError, match=r"cannot train visual.gain, .* give it the shape \[1\]"):
+        build_engine(model, config.optim, render_ds_config(config, 1))
+
+
 # The reduction of gradients
 
 
