@@ -24,12 +24,10 @@ from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import Config, find_late
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement, check_code
 from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import share_host
-from disco_ds.distributed.interrupt import SIGNALS, Interrupts
-from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.distributed.hosts import check_agreement, check_code, share_host
+from disco_ds.distributed.launcher import SIGNALS, Interrupts, adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
 from disco_ds.eval.model import evaluation_settings, in_precision, load_model, read_image_spec
 from disco_ds.losses import LossContractError

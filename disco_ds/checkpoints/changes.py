@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from disco_ds.config import OptimSettings, Tree
-from disco_ds.distributed.agreement import flatten
+from disco_ds.distributed.hosts import flatten
 
 MAY_BE_ALLOWED = {
     "global_batch",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from disco_ds.config import load_config
-from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.versions import check_versions
 

@@ -7,7 +7,7 @@ import json
 
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
-from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.eval import describe
 from disco_ds.run import evaluate_run
 from disco_ds.runs.messages import fail_rank, set_up_logging

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from disco_ds.cli.parser import parse_args
-from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.distributed.launcher import adopt_slurm
 
 MODULES = {
     "eval": "disco_ds.cli.evaluate",

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from disco_ds.config import load_config
-from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.runs.messages import fail_rank, set_up_logging
 from disco_ds.runs.run_log import say
 

@@ -23,7 +23,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from disco_ds.distributed import diagnostics
 from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 
 Group = Any
@@ -38,7 +37,7 @@ _next_port: int | None = None
 
 
 def init(timeout_s: float) -> None:
-    """Join the process group that the launcher's environment variables (distributed/slurm.py) describe.
+    """Join the process group that the launcher's environment variables (distributed/launcher.py) describe.
 
     Without a launcher, create a group of one rank. Collective: every rank must call this.
 
@@ -67,7 +66,10 @@ def init(timeout_s: float) -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    diagnostics.record_collectives()
+    if uses_nccl():
+        # Keep a record of the last collectives (heartbeat.py). Variables that the user has set are not changed.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = get_accelerator().communication_backend_name()
     if os.environ["WORLD_SIZE"] == "1" and not torch.distributed.is_initialized():
         # A single rank needs no port. torch's TCPStore would listen on all interfaces and let anyone change its keys.
@@ -170,6 +172,11 @@ def local_device() -> torch.device:
     if "LOCAL_RANK" not in os.environ:
         return torch.device(accelerator.current_device_name())
     return torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))
+
+
+def uses_nccl() -> bool:
+    """Return whether NCCL runs the collectives of this process."""
+    return bool(get_accelerator().communication_backend_name() == "nccl")
 
 
 def barrier() -> None:
@@ -301,27 +308,6 @@ def largest_of(values: Mapping[str, float | Tensor]) -> dict[str, float]:
     return dict(zip(values, all_reduce_max(packed).tolist(), strict=True))
 
 
-def ring_exchange(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group
-) -> list[Any]:
-    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
-
-    Returns:
-        The requests to wait for.
-    """
-    if not outgoing and not incoming:
-        return []
-    N, n = size(group), rank(group)
-    following = (n + 1) % N
-    previous = (n - 1) % N
-    if group is not None:
-        following = dist.get_global_rank(group, following)
-        previous = dist.get_global_rank(group, previous)
-    sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
-    receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
-    return dist.batch_isend_irecv(sends + receives)
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -344,6 +330,96 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
     if _joined():
         dist.all_reduce(out, op=op, group=group)
     return out
+
+
+# A ring of ranks
+
+Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
+"""Type of the argument `visit` of `circulate`."""
+
+
+def circulate(
+    block: Sequence[Tensor],
+    visit: Visit,
+    join: Callable[[list[Tensor], list[Tensor]], None],
+    group: Group = None,
+) -> list[Tensor]:
+    """Send every rank's block around the ring, and sum what the ranks compute for each block.
+
+    Each rank calls `visit` on its own block first. Every block has running sums, to which each rank
+    adds its result; the sums travel around the ring one hop behind the block. In each hop, a
+    rank sends and receives while `visit` runs. In addition to its own block, a rank needs memory for two
+    blocks and three sets of sums. Collective: every rank must call this.
+
+    Args:
+        block: This rank's tensors. Their shapes are the same on every rank, and they must not change
+            during the call.
+        visit: visit(owner, block, spare) returns the tensors that this rank adds to the sums of the
+            block of rank `owner`. Their shapes are the same in every call, or the list is always
+            empty. `spare` is a list of tensors from an earlier call that are no longer needed, or
+            None; `visit` may overwrite and return it.
+        join: join(mine, theirs) adds each tensor of `theirs` to the tensor of `mine` at the same
+            position, in place.
+        group: The process group; None means all ranks.
+
+    Returns:
+        The sums for this rank's block, over the results of all ranks.
+    """
+    N, n = size(group), rank(group)
+    current = [x.contiguous() for x in block]
+    # Two buffers take turns: `visit` reads the block in one buffer, which is also being sent, while the
+    # other buffer receives the next block.
+    buffers = [[torch.empty_like(x) for x in current] for _ in range(min(N - 1, 2))]
+    sums: list[Tensor] = []
+    free: list[list[Tensor]] = []
+    for hop in range(N):
+        following = buffers[hop % 2] if hop < N - 1 else []
+        arriving = _allocate_like(sums, free)
+        # `sums` are for the block of the previous hop, which the next rank has now.
+        outgoing = [*current, *sums] if following else sums
+        requests = _exchange(outgoing, [*following, *arriving], group)
+        mine = visit((n - hop) % N, current, free.pop() if free else None)
+        for request in requests:
+            request.wait()
+        if arriving:  # sums that the earlier ranks have computed for the current block
+            join(mine, arriving)
+            free += [arriving, sums]
+        sums = mine
+        current = following
+    if N == 1 or not sums:
+        return sums
+    # The last block that a rank visits belongs to the next rank, so one more hop brings the sums of
+    # every block back to the owner of the block.
+    result = _allocate_like(sums, free)
+    for request in _exchange(sums, result, group):
+        request.wait()
+    return result
+
+
+def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
+    """Return uninitialized tensors with the shapes of `tensors`. If `free` has an entry, remove and return it."""
+    if tensors and free:
+        return free.pop()
+    return [torch.empty_like(x) for x in tensors]
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
+    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
+
+    Returns:
+        The requests to wait for.
+    """
+    if not outgoing and not incoming:
+        return []
+    N, n = size(group), rank(group)
+    following = (n + 1) % N
+    previous = (n - 1) % N
+    if group is not None:
+        following = dist.get_global_rank(group, following)
+        previous = dist.get_global_rank(group, previous)
+    sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
+    receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
+    return dist.batch_isend_irecv(sends + receives)
 
 
 # Python objects

@@ -12,11 +12,12 @@ runs two background threads:
   blocks forever if the store's host is frozen.
 
 A rank's progress is that of its Python process. If a GPU hangs, all processes wait at the same mark, so
-the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
+the error names no hung rank. NCCL's flight records (py) help to find this rank.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from disco_ds.distributed import comm, diagnostics
+from disco_ds.distributed import comm
 
 INTERVAL_S = 2.0
 """Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
@@ -54,6 +55,15 @@ only a few values per rank and interval.
 """
 KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
+DIAGNOSTICS = "diagnostics"
+"""Name of the diagnostics folder inside the run folder."""
+STACKS = "stacks_rank_{}.txt"
+"""Name of the file with the stacks of a rank's Python threads."""
+TRACE = "nccl_trace_rank_"
+"""Prefix of a file name that ends with the rank, as torchfrtrace expects."""
+LIMIT_S = 20.0
+"""Maximum time for writing the diagnostics."""
+STDERR = 2
 
 
 class Progress(NamedTuple):
@@ -214,7 +224,7 @@ class Heartbeat:
         self._stop = True
         self._signal_sender.send(b"!")
         clock_thread.join(2 * self._interval_s)
-        diagnostics.cancel_end()
+        cancel_end()
         if self._handles_signals:
             signal.set_wakeup_fd(self._previous_wakeup)
         self._signals.close()
@@ -280,7 +290,7 @@ class Heartbeat:
         while not self._stop:
             # This timer restarts in every iteration, so it expires only if a call into the device driver
             # blocks all Python threads.
-            diagnostics.end_process_after(self.timeout_s)
+            end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s / 2):
                 received = self._signals.recv(64)
                 self._hurry |= not self._stop_agreed
@@ -346,7 +356,7 @@ class Heartbeat:
             file=sys.stderr,
             flush=True,
         )
-        diagnostics.write_diagnostics(self.folder, self._rank)
+        write_diagnostics(self.folder, self._rank)
         if publish:
             self._keep_store_alive()
         os._exit(1)
@@ -391,3 +401,58 @@ class Heartbeat:
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
         self._marked_at = now
+
+
+# Diagnostics that a rank writes before its process is ended
+
+# torch's flight recorder keeps the last NCCL collectives of every group. torch's tool `torchfrtrace` compares the
+# records of all ranks and names the first collective in which they differ. Nothing here may keep the process from
+# ending. A timer in C ends it after LIMIT_S, even if a call into CUDA blocks all Python threads.
+
+
+def dump_records_to(folder: Path) -> None:
+    """Make torch write NCCL's flight record to this folder after a timeout, unless the user has set a path.
+
+    torch reads the environment variable only when it first writes a record, so this works even after
+    init_process_group. torch appends the rank to the path.
+    """
+    if comm.uses_nccl():
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((folder / TRACE).absolute()))
+
+
+def write_diagnostics(folder: Path | None, rank: int) -> None:
+    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, a timer ends it after LIMIT_S.
+
+    Args:
+        folder: The folder to write into. None writes only stacks, to stderr.
+        rank: This rank.
+    """
+    end_process_after(LIMIT_S)
+    if folder is None:
+        faulthandler.dump_traceback(file=STDERR)
+        return
+    with suppress(Exception):  # the caller must end the process in any case
+        folder.mkdir(exist_ok=True)
+        with (folder / STACKS.format(rank)).open("w") as file:
+            faulthandler.dump_traceback(file=file)
+        if comm.uses_nccl():
+            # This function exists only in builds of torch with NCCL.
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
+
+            (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())
+
+
+def end_process_after(seconds: float) -> None:
+    """End this process after this time, with exit code 1 and all stacks on stderr. A new call restarts the timer.
+
+    The timer runs in C: torch.cuda.Event.query and the dump of NCCL's flight record hold the GIL,
+    so if one of these calls blocks in the driver, no Python thread can run.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+
+def cancel_end() -> None:
+    """Stop the timer of `end_process_after`."""
+    faulthandler.cancel_dump_traceback_later()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from disco_ds.distributed.agreement import check_agreement, hash_code
+from disco_ds.distributed.hosts import check_agreement, hash_code
 from disco_ds.doctor import Line
 from disco_ds.doctor.versions import PACKAGES, installed
 from disco_ds.runs.shared_folder import check_shared

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from disco_ds.distributed import comm, ring
+from disco_ds.distributed import comm
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.losses.base import (
     Embeddings,
@@ -334,7 +334,7 @@ class Ring(_Columns):
             largest = top if largest is None else torch.maximum(largest, top)
             return [part.columns, part.columns_max]
 
-        columns = ring.circulate([self.own], visit, _join_sums, self.group)
+        columns = comm.circulate([self.own], visit, _join_sums, self.group)
         return Sums(total, columns[0], largest, columns[1] if maxima else None, positives)
 
     def gradient(
@@ -380,7 +380,7 @@ class Ring(_Columns):
             )
             return [] if d_columns is None else [d_columns]
 
-        found = ring.circulate(sent, visit, _add_parts, self.group)
+        found = comm.circulate(sent, visit, _add_parts, self.group)
         return d_rows, found[0] if found else None
 
     def block(

@@ -43,11 +43,10 @@ from disco_ds.data import (
 )
 from disco_ds.data.sources.listing import refuse_remote
 from disco_ds.data.sources.load import find_stored
-from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import HostShare, share_host
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to
+from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
+from disco_ds.distributed.launcher import Interrupts
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.model import read_form, read_image_spec
 from disco_ds.losses import build_loss
@@ -244,8 +243,8 @@ def build(
     folder = folder or open_folder(recipe, None, stack)
     shape = checkpoint.shape(config, comm.size())
     with removed_if_refused(folder, new=saved is None):
-        heartbeat.folder = folder / diagnostics.FOLDER
-        diagnostics.dump_records_to(heartbeat.folder)
+        heartbeat.folder = folder / DIAGNOSTICS
+        dump_records_to(heartbeat.folder)
         ds_config = write_settings(recipe, config, folder)
         wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)

@@ -13,8 +13,8 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
-from disco_ds.distributed import agreement, comm
-from disco_ds.distributed.agreement import check_agreement, check_code, find_differences
+from disco_ds.distributed import comm, hosts
+from disco_ds.distributed.hosts import check_agreement, check_code, find_differences
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
 from helpers.tiny_run import recipe, refused
@@ -76,7 +76,7 @@ def differing_code(folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, LogCapture() as log:
         patch.setattr(metadata, "version", lambda name: f"{version(name)}.{name}-{comm.rank()}")
         check_code()
-        patch.setattr(agreement, "PACKAGE", folder / str(comm.rank()))
+        patch.setattr(hosts, "PACKAGE", folder / str(comm.rank()))
         with pytest.raises(ValueError) as caught:
             check_code()
     return [str(caught.value), log.text]

@@ -20,7 +20,7 @@ from disco_ds.config import load_config
 from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed.launcher import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.run import run_training

@@ -1,7 +1,7 @@
-"""Check that all ranks have the same settings and code; otherwise report what differs on which hosts and ranks.
+"""The hosts of a run. All ranks have the same settings and code, and those on a host share its cores and memory.
 
 On several hosts, a remote shell expands the launcher's arguments, and the recipe may be a different
-file on each host. A rank whose settings differ would train a wrong model or make all other ranks hang.
+file on each host. A rank whose settings or code differ would train a wrong model or make all other ranks hang.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
 
 from disco_ds.distributed import comm
 
@@ -104,3 +111,53 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+# Cores and memory
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files that contain the memory limit of a container, under cgroups v2 and v1."""
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The cores and memory of a host that one of its ranks may use."""
+
+    ranks: int
+    """Number of ranks on this host."""
+    cores: int
+    memory_bytes: int
+    """This rank's share of the memory that was free when the run began."""
+
+
+def share_host() -> HostShare:
+    """Return this rank's share of its host, and set torch's number of threads accordingly. Collective.
+
+    If OMP_NUM_THREADS is set, the number of threads is not changed. torchrun sets it to 1. `deepspeed`
+    does not set it, so torch would start one thread per core in every rank. Ranks that are bound to
+    different cores, for example by --bind_cores_to_rank or srun --cpus-per-task, keep all of their cores.
+    """
+    host = socket.gethostname()
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = comm.gather_objects((host, cores))
+    num_sharing = ranks.count((host, cores))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(_original_threads() // num_sharing, 1))
+    num_on_host = [other for other, _ in ranks].count(host)
+    num_cores = max(len(cores) // num_sharing, 1)
+    return HostShare(num_on_host, num_cores, free_memory_bytes() // num_on_host)
+
+
+@cache
+def _original_threads() -> int:
+    """Return the number of threads that torch used when share_host was first called in this process."""
+    return torch.get_num_threads()
+
+
+def free_memory_bytes() -> int:
+    """Return the free memory of this host, or the limit of its container if that is less."""
+    limits = [psutil.virtual_memory().available]
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):  # the file is missing, or contains "max"
+            limits.append(int(Path(path).read_text()))
+    return min(limits)
