@@ -149,7 +149,7 @@ def test_module_imports_only_layers_below(name: str) -> None:
         ("losses.clip", "from disco_ds import config", "losses may import only"),
         (
             "losses.clip",
-            "from disco_ds.data.order.slots import DataOrder",
+            "from disco_ds.data.order import DataOrder",
             "losses may import only",
         ),
         ("losses.clip", "def f():\n    import disco_ds.training.engine", "losses may import only"),

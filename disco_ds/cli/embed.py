@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from disco_ds.config import load_config
-from disco_ds.eval.embed import IMAGE, TEXT, Embedder
-from disco_ds.eval.model import in_precision, load_model
+from disco_ds.data.embed import IMAGE, TEXT, Embedder
+from disco_ds.eval.model import in_precision, load_model, read_input_spec
 from disco_ds.models.weights_hash import hash_weights
 from disco_ds.runs.messages import set_up_logging
 
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     clip: Any = model
     scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
     model = in_precision(model.requires_grad_(False), config.precision)
-    embedder = Embedder(config, model, tokenizer, identity, args.views, args.batch)
+    spec = read_input_spec(model, tokenizer)
+    embedder = Embedder(config.data, spec, model, identity, args.views, args.batch)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     embedder.write(args.to, rank, size)
     if first:

@@ -1,235 +1,208 @@
 """`disco-ds from-open-clip`: translate a command line of open_clip_train into a recipe.
 
-Most flags are translated by the table config/open_clip_flags.yaml. A flag without a counterpart becomes a comment.
+open_clip's parser reads the flags. The table config/open_clip_flags.yaml translates most of them. A flag without a
+counterpart becomes a comment.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
-import math
+import io
 import re
-import shlex
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from importlib.metadata import version
+from math import ceil
 from pathlib import Path
-from typing import Any
 
-from disco_ds.config.ds_config import merge, read_ds_config
+from open_clip_train.params import parse_args
+
+from disco_ds.cli.options import FromOpenClip
+from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.load import check_config
 from disco_ds.config.open_clip_flags import read_words
-from disco_ds.config.recipe import Config
 from disco_ds.config.recipe_yaml import assign, dump
+from disco_ds.config.settings import Tree
 
-_MAIN = re.compile(r"(?:open_clip_train|training)[./]main(?:\.py)?\s(.*)")
-"""Matches the call of open_clip's training program in a command line. Group 1 contains the program's flags."""
+MAIN = re.compile(r"(.*[./])?(open_clip_train|training)[./]main(\.py)?")
+"""Matches the word of a command line that names open_clip's training program. The words after it are the flags."""
+OTHER_DEFAULTS = ("lr", "eps", "precision", "workers", "log_every_n_steps")
+"""Flags in the table whose default may differ from ours. They are translated even if they are not given."""
+TABLES = (".csv", ".tsv")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        Exit code 0: the recipe was printed.
+def run(options: FromOpenClip) -> int:
+    """Print the recipe.
 
     Raises:
-        ValueError: If the command line cannot be parsed, does not train, or contains an invalid value.
+        ValueError: If open_clip refuses the flags, or they cannot be translated into a recipe that starts.
     """
-    print(translate(args.line, args.ranks), end="")
+    print(translate(parse_flags(options.arguments), options.ranks), end="")
     return 0
 
 
-def translate(line: str, ranks: int | None = None) -> str:
-    """Return the text of a recipe that trains like a command line of open_clip_train.
+def parse_flags(words: Sequence[str]) -> Tree:
+    """Parse a command line with the parser of the installed open_clip.
 
     Args:
-        line: The flags, a command line with its launcher, or a shell script that contains one.
-        ranks: Number of GPUs. None: read it from the arguments of torchrun or srun, or from #SBATCH lines. If they do
-            not contain it, the recipe is for one GPU.
+        words: The flags, or a whole command line. Words up to the name of open_clip's training program are skipped.
+
+    Returns:
+        Values of all flags by name, with underscores.
 
     Raises:
-        ValueError: If the line cannot be parsed, does not train, or contains an invalid value.
+        ValueError: If open_clip refuses the flags.
+        SystemExit: After --help, with code 0.
     """
-    line = re.sub(r"\\\s*\n", " ", line)
-    found = _MAIN.search(line)
-    given = parse_flags(found.group(1) if found else line)
-    table = read_words()["flags"]
-    flags = {name: row["default"] for name, row in table.items() if "default" in row} | given
-    if "train-data" not in flags and flags.get("dataset-type") != "synthetic":
-        raise ValueError(
-            f"the line has no --train-data. To evaluate a model: disco-ds eval {flags['model']} --weights "
-            f"{flags.get('pretrained', 'FILE')} eval.labeled.imagenet={flags.get('imagenet-val', 'FOLDER')}"
-        )
-    comments = []
-    ranks = ranks or count_ranks(line[: found.start()] if found else "")
-    if ranks is None:
-        comments.append(
-            "The command line does not contain the number of GPUs, so this recipe is for one GPU; if that is wrong, "
-            "add --ranks N."
-        )
-    per_rank = int(flags["batch-size"]) * int(flags["accum-freq"])
-    global_batch = (ranks or 1) * per_rank
-    comments.append(f"global_batch: {ranks or 1} GPU(s) x {per_rank} samples")
-    name = re.sub(r"[^\w.+=@ -]", "-", str(flags.get("name", flags["model"])))
-    tree: dict[str, Any] = {"name": name, "global_batch": global_batch}
-    tree["deepspeed"] = {"base": "zero1"}
-    for flag, value in flags.items():
-        row = table.get(flag, {"note": "not a flag of open_clip 3.3 or 4.2"})
-        if row.get("translated"):
-            continue
-        to = row.get("to") or ("" if "note" in row else row["ours"][0])
-        values = row.get("values")
-        if to and (values is None or value in values):
-            merge(tree, _nest(to, values[value] if values else row.get("value", value)))
-        else:
-            where = f"{', '.join(row['ours'])}; " if "ours" in row else ""
-            shown = "" if value is True else f" {value}"
-            comments.append(f"--{flag}{shown}: {where}{row['note']}")
-    for key, value in chain(
-        _translate_data(flags, comments), _translate_run(flags, global_batch, comments)
-    ):
-        merge(tree, _nest(key, value))
-    check_config(tree | {"deepspeed": read_ds_config(tree["deepspeed"], Path())}, "the recipe")
-    tree = {key: tree[key] for key in Config.model_fields if key in tree}  # the order of the docs
-    text = dump(tree)
-    return "".join(f"# {comment}\n" for comment in comments) + text
-
-
-def parse_flags(text: str) -> dict[str, Any]:
-    """Return the flags by name, without dashes. The value of a flag without arguments is True.
-
-    Raises:
-        ValueError: If a quote is not closed, or a value contains a shell variable.
-    """
-    flags: dict[str, list[Any]] = {}
-    values: list[Any] = []
-    for word in shlex.split(text, comments=True):
-        if re.match(r"\d*>|[|&;<]", word):
-            break  # the rest belongs to the shell
-        word = word.rstrip(";")
-        if "$" in word:
-            raise ValueError(f"replace the shell variable in {word!r} by its value")
-        if word.startswith("--"):
-            name, equals, word = word[2:].partition("=")
-            values = flags[name.replace("_", "-")] = []
-            if not equals:
-                continue
-        values.append(_parse_number(word))
-    return {
-        name: values if name == "aug-cfg" or len(values) > 1 else [*values, True][0]
-        for name, values in flags.items()
-    }
-
-
-def _parse_number(word: str) -> Any:
+    starts = [number for number, word in enumerate(words, 1) if MAIN.fullmatch(word)]
+    messages = io.StringIO()
     try:
-        return float(word) if re.search(r"[.eE]", word) else int(word)
-    except ValueError:
-        return word
+        with redirect_stderr(messages):
+            return vars(parse_args(list(words[max(starts, default=0) :])))
+    except SystemExit as end:
+        if not end.code:
+            raise
+        problem = messages.getvalue().strip().rpartition("error: ")[2]
+    except (ValueError, SyntaxError) as error:
+        problem = f"--aug-cfg takes KEY=VALUE in Python's syntax: {error}"
+    raise ValueError(f"open_clip {version('open_clip_torch')} refuses the flags: {problem}")
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    assign(tree, key.split("."), value)
-    return tree
-
-
-def _is_csv(flags: dict[str, Any]) -> bool:
-    is_csv = str(flags.get("train-data")).endswith((".csv", ".tsv"))
-    return is_csv or flags.get("dataset-type") == "csv"
-
-
-def _translate_data(flags: dict[str, Any], comments: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the data settings as (dotted name, value), and append notes for the user to `comments`."""
-    shards = str(flags.get("train-data"))
-    if flags.get("dataset-type") == "synthetic":
-        yield "data.source", "synthetic"
-        yield "data.num_samples", flags["train-num-samples"]
-    elif "::" in shards:
-        yield "data.sources", [{"shards": source} for source in shards.split("::")]
-    else:
-        yield "data.shards", shards
-    if "pipe:" in shards:
-        yield "data.remote.pipe", True
-    if _is_csv(flags):
-        yield "data.image_key", flags.get("csv-img-key", "filepath")
-        yield "data.captions", {f"{{{flags.get('csv-caption-key', 'title')}}}": 1}
-    elif "train-data" in flags:
-        commands = "; ".join(f"disco-ds index {shlex.quote(part)}" for part in shards.split("::"))
-        comments.append(f"Before the first run, count the samples: {commands}")
-    keys = read_words()["flags"]["aug-cfg"]["to"]
-    for item in flags.get("aug-cfg", ()):
-        name, _, text = item.partition("=")
-        if name in keys:
-            try:
-                value = ast.literal_eval(text)
-            except (SyntaxError, ValueError):
-                raise ValueError(
-                    f"--aug-cfg {item}: {text!r} is not a value in Python's syntax"
-                ) from None
-            yield keys[name], list(value) if isinstance(value, tuple) else value
-        else:
-            comments.append(f"--aug-cfg {item}: not available")
-
-
-def _translate_run(
-    flags: dict[str, Any], global_batch: int, comments: list[str]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the settings outside `data` that the table of flags cannot translate, as (dotted name, value).
-
-    Append notes for the user to `comments`.
-    """
-    # open_clip's defaults depend on the name of the model.
-    is_vit = "vit" in str(flags["model"]).lower()
-    yield "optim.betas", [flags.get("beta1", 0.9), flags.get("beta2", 0.98 if is_vit else 0.999)]
-    yield "optim.eps", flags.get("eps", 1e-6 if is_vit else 1e-8)
-    if re.search("wandb|all", str(flags.get("report-to"))):
-        yield "log.wandb.project", flags["wandb-project-name"]
-    if "distill-model" in flags:
-        yield "teacher.weight", 0.5  # half of open_clip's sum of both losses
-    # open_clip ignores --train-num-samples if it reads a csv.
-    num_samples = 0 if _is_csv(flags) else int(flags.get("train-num-samples", 0))
-    epochs, warmup_steps = int(flags["epochs"]), int(flags["warmup"])
-    unit, steps_per_epoch = "every_steps", num_samples / global_batch
-    if num_samples:
-        yield "samples", epochs * num_samples
-        comments.append(
-            f"samples: {epochs} epochs x {num_samples:,} samples; every_steps: converted from epochs"
-        )
-        num_steps = epochs * num_samples // global_batch
-        if "epochs-cooldown" in flags:
-            cooldown_steps = math.ceil(int(flags["epochs-cooldown"]) * steps_per_epoch)
-            yield "optim.cooldown_steps", cooldown_steps
-            num_steps -= cooldown_steps
-        if warmup_steps > num_steps:
-            comments.append(
-                f"--warmup {warmup_steps}: lowered, because the run has only {num_steps} steps"
-            )
-            warmup_steps = num_steps
-    else:
-        unit, steps_per_epoch = "every_epochs", 1
-        yield "epochs", epochs
-    yield "optim.warmup_steps", warmup_steps
-    has_labels = "imagenet-val" in flags or "imagenet-v2" in flags
-    evals = "zeroshot-frequency" if has_labels else "val-frequency"
-    for group, flag in (("checkpoint", "save-frequency"), ("eval", evals)):
-        yield f"{group}.{unit}", math.ceil(int(flags[flag]) * steps_per_epoch)
-
-
-def count_ranks(launcher: str) -> int | None:
-    """Return the number of ranks that a launcher such as torchrun or srun starts, or None if it is not known.
+def translate(flags: Tree, ranks: int) -> str:
+    """Return the text of a recipe that trains like open_clip_train with these flags.
 
     Args:
-        launcher: The text before open_clip's program. It may contain #SBATCH lines.
+        flags: What `parse_flags` returned. It is changed in place.
+        ranks: Number of GPUs that open_clip uses.
+
+    Raises:
+        ValueError: If the flags do not train, if a value is invalid, or if a file must be renamed or downloaded.
     """
+    # Each step takes the flags that it translates. The table translates the others, or makes comments of them.
+    take = flags.pop
+    micro_batch = take("batch_size")
+    settings: Tree = {
+        "name": take("name"),
+        "global_batch": ranks * micro_batch * take("accum_freq"),
+        "micro_batch": micro_batch,
+        "deepspeed.base": "zero1",
+    }
+    settings |= _take_model(flags) | _take_data(flags)
+    settings |= _take_length(flags, settings["global_batch"])
+    name = settings["name"] or Path(settings["model.name"]).stem
+    settings["name"] = re.sub(r"^[ .-]|[^\w.+=@ -]", "_", name)[:100]
+    table, defaults, comments = read_words()["flags"], parse_flags(()), ""
+    for key, value in flags.items():
+        row = table.get(flag := key.replace("_", "-"), {"note": "not available"})
+        is_default = value == defaults.get(key) and key not in OTHER_DEFAULTS
+        if is_default or value is None:
+            continue
+        if value in row.get("values", ()):
+            settings |= row["values"][value]
+        elif setting := row.get("to") or ("" if "note" in row else row["ours"][0]):
+            settings.setdefault(setting, value)
+        else:
+            shown = "" if value is True else f" {value}"
+            ours = ", ".join(row.get("ours", ()))
+            comments += f"# --{flag}{shown}: {ours}{'; ' if ours else ''}{row['note']}\n"
+    tree: Tree = {}
+    for key, value in settings.items():
+        assign(tree, key.split("."), value)
+    ds_config = read_ds_config(tree["deepspeed"], Path())
+    config = check_config(tree | {"deepspeed": ds_config}, "the recipe")
+    # A setting that has our default needs no line.
+    recipe = config.model_dump(mode="json", exclude_defaults=True)
+    return comments + dump(recipe | {"deepspeed": tree["deepspeed"]})
 
-    def number(options: str) -> int | None:
-        found = re.search(rf"(?<!\S)(?:{options})[ =]*(\d+)", launcher)
-        return int(found.group(1)) if found else None
 
-    per_node = number("--nproc[-_]per[-_]node") or number(
-        r"--ntasks-per-node|--gpus-per-node|--gres=gpu:(?:\w+:)?"
-    )
-    if per_node:
-        return per_node * (number("--nnodes|--nodes|-N") or 1)
-    is_alone = "python" in launcher and not re.search("torchrun|srun|distributed", launcher)
-    return 1 if is_alone else number("--ntasks|-n")
+def _take_model(flags: Tree) -> Tree:
+    """Take the flags of the model, the optimizer and DeepSpeed, and return their settings."""
+    take = flags.pop
+    schema, _, model = take("model").rpartition(":")
+    if schema == "hf-hub":
+        raise ValueError(
+            f"--model hf-hub:{model}: download it with `hf download {model} --local-dir FOLDER`, and pass "
+            "--model local-dir:FOLDER"
+        )
+    if schema:  # open_clip reads the folder's weights and ignores --pretrained
+        flags["pretrained"] = model
+    image_layers = take("lock_image_unlocked_groups") * flags["lock_image"]
+    text_layers = take("lock_text_unlocked_layers") * flags["lock_text"]
+    settings: Tree = {"model.name": model, "model.unlocked_layers": image_layers or text_layers}
+    if len(sizes := set(flags["force_image_size"] or ())) == 1:
+        flags["force_image_size"] = sizes.pop()
+    betas = [take("beta1"), take("beta2")]
+    if None not in betas:  # timm's optimizers have their own defaults
+        settings["optim.betas"] = betas
+    if flags["distill_model"]:
+        settings["teacher.weight"] = 0.5  # half of open_clip's sum of both losses
+    project = take("wandb_project_name")
+    if re.search("wandb|all", take("report_to")):
+        settings["log.wandb.project"] = project
+    if take("fsdp", False):
+        stage = "zero2" if take("fsdp_no_reshard_after_forward") else "zero3"
+        settings["deepspeed.base"] = "zero3_offload" if take("fsdp_offload_cpu") else stage
+    return settings
+
+
+def _take_data(flags: Tree) -> Tree:
+    """Take the flags of the data, and return their settings."""
+    take = flags.pop
+    kind, shards, held_out = take("dataset_type"), take("train_data") or "", flags["val_data"] or ""
+    settings: Tree = {"data.shards": shards}
+    image, caption = take("csv_img_key"), f"{{{take('csv_caption_key')}}}"
+    if kind == "synthetic":
+        settings = {"data.source": kind, "data.num_samples": flags["train_num_samples"]}
+    elif not shards:
+        raise ValueError("the flags have no --train-data; to evaluate a model, use disco-ds eval")
+    elif kind == "csv" and not shards.endswith(TABLES):
+        raise ValueError(f"--dataset-type csv: rename {shards} so that it ends in .csv or .tsv")
+    elif shards.endswith(TABLES):
+        # open_clip ignores --train-num-samples if it reads a csv.
+        flags["train_num_samples"] = None
+        settings |= {"data.image_key": image, "data.captions": {caption: 1}}
+    elif "::" in shards:
+        settings = {"data.sources": [{"shards": part} for part in shards.split("::")]}
+    if "pipe:" in shards:
+        settings["data.remote.pipe"] = True
+    if held_out.endswith(TABLES):
+        settings |= {"eval.validation.val": take("val_data"), "eval.caption_key": caption}
+    # Some items of --aug-cfg work only with timm's transforms, and some only with open_clip's.
+    items = flags["aug_cfg"]
+    keys = dict(read_words()["flags"]["aug-cfg"]["items"])
+    if items.pop("use_timm", False):
+        del keys["color_jitter_prob"], keys["gray_scale_prob"]
+        jitter = items.get("color_jitter", 0.0)
+        jitter = jitter if isinstance(jitter, tuple) else (jitter,) * 3
+        items["color_jitter"] = (*jitter, 0.0)[:4]
+    else:
+        del keys["ratio"]
+        if not items.get("color_jitter_prob"):
+            del keys["color_jitter"]
+    return settings | {keys[name]: items.pop(name) for name in keys if name in items}
+
+
+def _take_length(flags: Tree, global_batch: int) -> Tree:
+    """Take the flags of the length of the run, its schedule and its intervals, and return their settings."""
+    take = flags.pop
+    epochs, num_samples = take("epochs"), take("train_num_samples")
+    scale = num_samples / global_batch if num_samples else 1
+    settings: Tree = {"samples": epochs * num_samples} if num_samples else {"epochs": epochs}
+    schedule, warmup_steps = take("lr_scheduler"), take("warmup")
+    if take("skip_scheduler"):
+        schedule, warmup_steps = "const", 0
+    if schedule != "cosine":
+        settings["optim.schedule"] = "constant"
+    cooldown_steps = 0
+    if schedule == "const-cooldown" and num_samples:
+        cooldown_steps = ceil((take("epochs_cooldown") or 0) * scale)
+        settings |= {"optim.schedule": "cooldown", "optim.cooldown_steps": cooldown_steps}
+    if num_samples:  # open_clip's warmup may be longer than the run
+        warmup_steps = min(warmup_steps, int(epochs * scale) - cooldown_steps)
+    intervals = {"checkpoint": take("save_frequency"), "eval": take("val_frequency")}
+    zero_shot = take("zeroshot_frequency")
+    if flags["imagenet_val"] or flags["imagenet_v2"]:
+        intervals["eval"] = zero_shot
+    for group, frequency in intervals.items():
+        unit = "every_steps" if num_samples or not frequency else "every_epochs"
+        settings[f"{group}.{unit}"] = ceil(frequency * scale)
+    return settings | {"optim.warmup_steps": warmup_steps}

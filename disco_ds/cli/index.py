@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from disco_ds.cli.options import Index
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data.remote.stores import StoreError
 from disco_ds.data.sources.counting import Contents, compare, index_shards
@@ -19,7 +19,7 @@ from disco_ds.names import plural
 from disco_ds.runs.messages import show
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Index) -> int:
     """Run the command.
 
     Returns:
@@ -30,20 +30,22 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is invalid, the manifest cannot be written, a shard cannot be read, or no shard has a
             complete sample.
     """
-    remote = RemoteSettings(pipe=args.pipe, **({"cache": args.cache} if args.cache else {}))
-    listing = find_shards(args.shards, remote)
+    remote = RemoteSettings(
+        pipe=options.pipe, **({"cache": options.cache} if options.cache else {})
+    )
+    listing = find_shards(options.shards, remote)
     # A folder's manifest.json may be written only if all shards of the folder are listed.
-    if not (args.to or args.check or listing.whole) and (
+    if not (options.to or options.check or listing.whole) and (
         listing.urls or list_folder(listing.folder).names != listing.names
     ):
         raise ValueError(
             "these are not all shards of the folder, so their manifest cannot be the folder's manifest.json: "
             "pass --to FILE, and train with data.manifest=FILE"
         )
-    path = args.to or listing.folder / NAME
+    path = options.to or listing.folder / NAME
     # Counts are saved here until all shards are counted, so that a run cannot use an incomplete manifest.
     unfinished = path.with_name(f"{path.name}.partial")
-    if args.check:
+    if options.check:
         known = read_manifest(path)
     else:
         _check_writable(path.parent)
@@ -57,26 +59,26 @@ def run(args: argparse.Namespace) -> int:
         try:
             manifest = index_shards(
                 listing,
-                args.workers,
+                options.workers,
                 lambda done: bar.update(done - bar.n),
                 # A shard that was counted before is read only if its size or modification time has changed. With
                 # --check, a remote shard is counted again unless its count is published. With --full, all are read.
-                () if args.full or (args.check and is_remote) else known.values(),
+                () if options.full or (options.check and is_remote) else known.values(),
                 remote,
-                published=(is_remote or not args.check) and not args.full,
-                skip_missing=args.missing == "skip",
-                save=None if args.check else partial(write_manifest, path=unfinished),
+                published=(is_remote or not options.check) and not options.full,
+                skip_missing=options.missing == "skip",
+                save=None if options.check else partial(write_manifest, path=unfinished),
                 contents=contents,
-                whole=args.full,
+                whole=options.full,
             )
         except StoreError as error:
-            raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None
+            raise ValueError(f"the bucket of {options.shards} cannot be listed: {error}") from None
     count = f"{plural(len(manifest.shards), 'shard')}, {plural(manifest.num_samples, 'sample')}"
-    if not args.check:
+    if not options.check:
         if not manifest.num_samples:
             unfinished.unlink(missing_ok=True)
             raise ValueError(
-                f"no shard of {args.shards} has a complete sample, so {path} is not written"
+                f"no shard of {options.shards} has a complete sample, so {path} is not written"
             )
         write_manifest(manifest, path)
         unfinished.unlink(missing_ok=True)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from importlib import import_module
+from pkgutil import resolve_name
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import COMMANDS, parse_args
 from disco_ds.distributed.launcher import adopt_slurm
 
-MODULES = {
-    "eval": "disco_ds.cli.evaluate",
-    "launch": "disco_ds.launch.launcher",
-}
-"""Command -> its module. The module of a command that is not listed is in disco_ds.cli and has the command's name."""
 RANK_COMMANDS = {"train", "launch", "eval", "doctor"}
 """Commands that report user errors themselves. Their other errors are shown with a traceback."""
 
@@ -22,31 +17,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code of the command: 0 for success, 2 for invalid arguments, 130 if interrupted. `run`
-        in the command's module documents its other exit codes.
+        The exit code of the command: 0 for success, 2 for invalid arguments, 130 if interrupted. The command's help
+        text lists its other exit codes.
     """
-    args = parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse_args(argv)
+    command = argv[0]
+    function = COMMANDS[command][1]
+    if command == "train" and options.dry_run:
+        command, function = "dry run", "disco_ds.cli.commands:dry_run"
     # DeepSpeed's notices, for example that there is no GPU, would mix with the command's output.
-    if args.command != "train":
+    if command != "train":
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    command = args.command.replace("-", "_")
-    # A dry run does not need the trainer, whose import takes seconds.
-    if command == "train" and args.dry_run:
-        command = "dry_run"
-    if command in ("train", "eval", "doctor", "embed"):
-        try:
-            adopt_slurm()
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+    is_launched = False
     try:
-        module = import_module(MODULES.get(command, f"disco_ds.cli.{command}"))
-        code: int = module.run(args)
+        if command in ("train", "eval", "doctor", "embed"):
+            adopt_slurm()
+        is_launched = command in RANK_COMMANDS
+        code: int = resolve_name(function)(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        if command in RANK_COMMANDS:
+    except Exception as error:
+        # The messages of these errors are for users. A traceback would hide them.
+        is_ours = type(error).__module__.startswith("disco_ds.")
+        if is_launched or not (is_ours or isinstance(error, ValueError | OSError)):
             raise
         # Not imported at the top: the module imports libraries that --help does not need.
         from disco_ds.runs.messages import show

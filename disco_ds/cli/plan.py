@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from disco_ds.cli.options import Plan as PlanOptions
 from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu
 from disco_ds.names import plural
@@ -13,7 +12,7 @@ from disco_ds.plan.memory import GIB, PARTS, Memory
 from disco_ds.plan.overview import Plan, lowest_stage, plan_run
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """Run the command.
 
     Returns:
@@ -22,24 +21,24 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: If the recipe cannot be planned or, with --fit, nothing fits.
     """
-    config = load_config(args.config, args.overrides)
-    ranks = args.ranks or config.ranks or 1
+    config = load_config(options.config, options.overrides)
+    ranks = options.ranks or config.ranks or 1
     assumed = Assumptions(
-        slack=args.slack,
-        context_gib=args.context,
-        image_bytes=int(1000 * args.image_kb),
-        num_samples=args.data_samples,
-        per_host=args.per_host,
-        text_tokens=args.text_tokens,
-        efficiency=args.efficiency,
-        between_hosts=args.bandwidth,
+        slack=options.slack,
+        context_gib=options.context,
+        image_bytes=int(1000 * options.image_kb),
+        num_samples=options.data_samples,
+        per_host=options.per_host,
+        text_tokens=options.text_tokens,
+        efficiency=options.efficiency,
+        between_hosts=options.bandwidth,
     )
-    gpu = find_gpu(args.gpu_memory, args.flops, args.link)
-    if args.fit and config.stages:
+    gpu = find_gpu(options.gpu_memory, options.flops, options.link)
+    if options.fit and config.stages:
         raise ValueError("--fit finds settings for the whole run: set samples instead of stages")
-    search = args.batch if args.fit else None
+    search = options.batch if options.fit else None
     plans = [
-        plan_run(stage, ranks, gpu, assumed, search, args.host_memory)
+        plan_run(stage, ranks, gpu, assumed, search, options.host_memory)
         for stage in config.stage_configs
     ]
     if config.stages:
@@ -50,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         if config.stages:
             title = f"until {planned.samples:,} samples:"
         summary = "\n".join([title, "", table(made.memory), verdict(made)])
-        if not args.fit:
-            summary += f"\n{describe_stage(made)}\n{describe_fastest(made, args.host_memory)}"
+        if not options.fit:
+            summary += f"\n{describe_stage(made)}\n{describe_fastest(made, options.host_memory)}"
         print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}\n")
-        if args.fit:
-            print(write_recipe(planned, args.fit, summary))
+        if options.fit:
+            print(write_recipe(planned, options.fit, summary))
     if (length := describe_length(plans)) is not None:
         print(length)
     return 0 if all(made.fits for made in plans) else 1

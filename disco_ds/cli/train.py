@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
+from disco_ds.cli.options import Train
 from disco_ds.config import load_config
 from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.runs.messages import fail_rank, set_up_logging
 from disco_ds.runs.run_log import say
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Train) -> int:
     """Run the command.
 
     Returns:

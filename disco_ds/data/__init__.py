@@ -2,25 +2,26 @@
 
 The order of the samples depends only on the seed, the sources and the settings.
 
-    order      the order in which samples are read
-    sources    where samples come from
-    remote     fetching and caching of remote shards
-    images     decoding and augmentation
-    pipeline   worker processes, buffers and the loader
+    order.py                          the order in which samples are read
+    sources                           where samples come from
+    remote                            fetching and caching of remote shards
+    captions.py, images.py, stored.py caption, pixels and stored embeddings of a sample
+    samples.py                        a sample as named arrays, and how it is prepared
+    worker.py, feed.py, loader.py     worker processes, the copy to the device, and the loader of a rank
+    sequential.py, embed.py           reading for evaluation, and storing of embeddings
 
 This package imports only `config` and `names` from the rest of disco_ds. It receives the rank and the number of ranks
 as arguments, and never communicates with other ranks.
 """
 
+from disco_ds.data.batches import MicroBatch, Share, Staging, StepData
 from disco_ds.data.errors import BrokenSample, DataError
-from disco_ds.data.images.augment import augment
-from disco_ds.data.images.decode import ImageSpec
-from disco_ds.data.order.sequential import read_all, read_labels
-from disco_ds.data.order.slots import Share, divide
-from disco_ds.data.pipeline.loader import Loader, merge_states
-from disco_ds.data.pipeline.staging import Staging
-from disco_ds.data.pipeline.step_data import MicroBatch, StepData
-from disco_ds.data.sources.base import Reader, SampleForm, Source
+from disco_ds.data.images import ImageSpec, augment
+from disco_ds.data.loader import Loader, merge_states
+from disco_ds.data.order import divide
+from disco_ds.data.samples import InputSpec
+from disco_ds.data.sequential import read_all, read_labels
+from disco_ds.data.sources.base import Reader, Source
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.csv_source import CaptionedImages, Table
 from disco_ds.data.sources.folder import ImageFolder, sort_labels
@@ -34,11 +35,11 @@ __all__ = [
     "DataError",
     "ImageFolder",
     "ImageSpec",
+    "InputSpec",
     "Loader",
     "Manifest",
     "MicroBatch",
     "Reader",
-    "SampleForm",
     "Shard",
     "Share",
     "Source",

@@ -11,9 +11,8 @@ import math
 import re
 import string
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -68,39 +67,38 @@ def number_caption(
 ) -> tuple[int, int]:
     """Return which caption pick_caption chooses for these arguments, and how many captions the templates can produce.
 
-    The captions are numbered from 0, in the order of the templates. A template with `[*]` produces one caption for each
-    item of the list. A template that cannot be filled produces none.
+    The captions are numbered in the order of list_captions.
     """
+    draws = _Draws(item)
     chosen = _pick_template(weights, uniform)
-    number = total = 0
-    for template in weights:
-        draws = _Draws(item)
-        try:
-            _fill(template, members, draws)
-        except _UNFILLED:
-            continue
-        if template == chosen:
-            number = total + draws.number
-        total += draws.count
-    return number, total
+    _fill(chosen, members, draws)
+    captions = [(template, items) for template, items, _ in _produce(weights, members)]
+    return captions.index((chosen, draws.items)), len(captions)
 
 
 def list_captions(weights: dict[str, float], members: Members) -> list[str]:
-    """Return all captions that the templates can produce, in the order in which number_caption numbers them.
+    """Return all captions that the templates can produce, in the order of the templates and of the items of lists.
 
-    Raises:
-        BrokenSample: If a caption is empty or an item of a list cannot be used.
+    A template with `[*]` produces one caption for each item of the list. Items that are null or blank produce none, and
+    neither does a template that cannot be filled.
     """
-    found = []
+    return [text for _, _, text in _produce(weights, members)]
+
+
+def _produce(
+    weights: dict[str, float], members: Members
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield the template, the chosen items and the text of each caption that the templates can produce."""
     for template in weights:
-        draws = _Draws(0.0)
-        try:
-            _fill(template, members, draws)
-        except _UNFILLED:
-            continue
-        items = ((k + 0.5) / draws.count for k in range(draws.count))
-        found += [fill_template(template, members, item) for item in items]
-    return found
+        # Each choice of an item may lead to other choices: {a[*]|b[*]} uses an item of b only if that of a is blank.
+        items: tuple[int, ...] | None = ()
+        while items is not None:
+            draws = _Draws(0.0, items)
+            with suppress(*_UNFILLED):
+                text = _fill(template, members, draws).strip()
+                if text:
+                    yield template, draws.items, text
+            items = draws.find_next()
 
 
 def list_fields(template: str) -> set[str]:
@@ -133,16 +131,41 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     return text.strip()
 
 
-@dataclass
 class _Draws:
-    """The items that are chosen from lists, one for each `[*]` in a template."""
+    """Chooses the items of lists, one for each `[*]` in a template.
 
-    uniform: float
-    """The random number in [0, 1) for the next `[*]`. Each `[*]` replaces it."""
-    number: int = 0
-    """Number of the chosen combination of items, from 0."""
-    count: int = 1
-    """Number of possible combinations of items."""
+    Args:
+        uniform: Random number in [0, 1) that determines the items, except the given ones.
+        given: The first choices.
+    """
+
+    def __init__(self, uniform: float, given: tuple[int, ...] = ()) -> None:
+        self._uniform, self._given = uniform, given
+        self.items: tuple[int, ...] = ()
+        """The choices so far."""
+        self._lengths: tuple[int, ...] = ()
+
+    def choose(self, length: int) -> int:
+        """Choose an item of a list."""
+        if not length:
+            return 0  # the caller finds no item
+        number = len(self.items)
+        if number < len(self._given):
+            item = self._given[number]
+        else:
+            scaled = self._uniform * length
+            # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next choice is independent.
+            item, self._uniform = int(scaled), scaled % 1
+        self.items += (item,)
+        self._lengths += (length,)
+        return item
+
+    def find_next(self) -> tuple[int, ...] | None:
+        """Return the choices after these in lexicographic order; None if these are the last ones."""
+        for k in reversed(range(len(self.items))):
+            if self.items[k] + 1 < self._lengths[k]:
+                return *self.items[:k], self.items[k] + 1
+        return None
 
 
 def _fill(template: str, members: Members, draws: _Draws) -> str:
@@ -192,12 +215,7 @@ def _look_up(name: str, members: Members, draws: _Draws) -> str:
             if not isinstance(value, list):
                 raise ValueError(f"{{{name}}} is not a list")
             # If the list is empty, this raises IndexError, which is a LookupError.
-            place = draws.uniform * len(value)
-            draws.number = draws.number * len(value) + int(place)
-            draws.count *= max(len(value), 1)
-            value = value[int(place)]
-            # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next `[*]` is independent.
-            draws.uniform = place % 1
+            value = value[draws.choose(len(value))]
         else:
             value = value[int(key) if isinstance(value, list) else key]
     if value is None or (isinstance(value, float) and not math.isfinite(value)):

@@ -12,7 +12,8 @@ import logging
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BYTES = 2**31 - 4096
 """Maximum size in bytes of a tar member or file, because one read returns no more than this on Linux."""
+SPARE_BROKEN = 16
+"""Number of broken samples that are tolerated in addition to the fraction data.max_broken, so that a few broken samples
+at the start cannot stop a run."""
 _MAX_TEXT = 500
 """Maximum length of an error message in a report. The message may quote arbitrary content of the sample."""
 _MAX_NAME = 200
@@ -97,6 +101,32 @@ def name_broken(
     except BrokenSample:
         known = f"shard {shard}/entry {entry}"
     return f"{printable(known, _MAX_NAME)}: {printable(str(error))}"
+
+
+def refuse_broken(
+    num_broken: int,
+    num_read: int,
+    max_broken: float,
+    last: Iterable[str],
+    cause: BaseException | None = None,
+) -> None:
+    """Raise DataError if too many samples are broken.
+
+    Args:
+        num_broken: Number of broken samples.
+        num_read: Number of samples that were read.
+        max_broken: Largest fraction of broken samples (data.max_broken), in addition to SPARE_BROKEN samples.
+        last: Descriptions of the last broken samples, `shard/key: reason`.
+        cause: The exception from disco_ds or from the user's code that made the last sample broken, if any.
+    """
+    if num_broken > SPARE_BROKEN + max_broken * num_read:
+        trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
+        raise DataError(
+            f"{num_broken} of {num_read} samples are broken; the limit is {SPARE_BROKEN} plus the fraction "
+            f"data.max_broken={max_broken:g} of the samples read. The last broken samples: {'; '.join(last)}. "
+            "Compare data.image_key and data.captions with the members of the samples, repair the shards, or raise "
+            f"data.max_broken{trace}"
+        )
 
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:

@@ -9,9 +9,13 @@ tensors, as in Apple's DataCompDR. In this file, a view is one augmentation of a
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from gzip import GzipFile
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,17 @@ from PIL import Image
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.captions import KEYS, Members, find_group, number_caption
-from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError
-from disco_ds.data.images.decode import ImageSpec
-from disco_ds.data.order.counter_rng import keyed_int
+from disco_ds.config.recipe import TeacherSettings
+from disco_ds.data.captions import KEYS, Members, Picture, find_group, number_caption
+from disco_ds.data.counter_rng import keyed_int, random_key
+from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError, breaks_sample
+from disco_ds.data.images import ImageSpec
+from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.manifest import Manifest
+from disco_ds.data.sources.selection import Selection
 
+_NUM_MEASURED = 10_000
+"""Maximum number of samples that are read to find the width of stored embeddings."""
 VIEW_SEED = 0
 """Seed of the augmentations for which `disco-ds embed` stores embeddings. It is the same in every run."""
 RECORD = "embed.json"
@@ -53,29 +63,16 @@ class StoredEmbeddings:
 
 @dataclass(frozen=True)
 class StoredView:
-    """The stored embeddings for one use of a sample, and the keys of the random numbers of its augmentation."""
+    """The stored embeddings for one use of a sample, and the augmentation for which they were computed."""
 
-    number: int
-    """Key of the augmentation's random numbers, in place of the epoch. If the sample has an image embedding for each
-    augmentation, this is the row of the embedding. If one image embedding serves all augmentations, this is the epoch
-    itself."""
     key: int
-    """Key of the augmentation's random numbers, in place of the sample's id. It fits into int64."""
-    embeddings: Tensor
-    """[2, D] fp32: the embeddings of the image and of the caption."""
-    replayed: list[Any] | None
+    """Key of the augmentation's random numbers (counter_rng.random_key)."""
+    image: Tensor
+    """[D] fp32, the embedding of the image."""
+    text: Tensor
+    """[D] fp32, the embedding of the caption."""
+    recorded: list[Any] | None
     """The recorded augmentation to repeat, an entry of DataCompDR's `param_aug`. None: draw one as the settings say."""
-
-    def pack(self) -> Tensor:
-        """Return [1, 2 + D] int64: number, key, and the bits of the two embeddings of width D in fp32."""
-        head = torch.tensor([self.number, self.key])
-        return torch.cat([head, self.embeddings.flatten().view(torch.int64)])[None]
-
-
-def unpack(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo StoredView.pack for m rows of width D, [m, 2 + D]: return numbers [m], keys [m], embeddings [m, 2, D]."""
-    bits = rows[:, 2:].contiguous().view(torch.float32)
-    return rows[:, 0], rows[:, 1], bits.view(len(rows), 2, -1)
 
 
 def read_view(
@@ -83,8 +80,8 @@ def read_view(
     members: Members,
     captions: dict[str, float],
     drawn: tuple[float, float],
-    image: Any,
-    place: tuple[int, int, int],
+    image: Picture,
+    key: tuple[int, int, int],
 ) -> StoredView:
     """Read the stored embeddings for the augmentation and caption that a sample has in this epoch.
 
@@ -94,7 +91,7 @@ def read_view(
         captions: The weight of each template, from data.captions.
         drawn: The two random numbers that were passed to pick_caption.
         image: The encoded image, or the decoded one if data.transforms decoded it.
-        place: (seed of the run, epoch, id of the sample).
+        key: (seed of the run, epoch, id of the sample).
 
     Raises:
         BrokenSample: If a field is missing, an array is not finite or has the wrong shape, or the numbers of rows,
@@ -110,14 +107,14 @@ def read_view(
             f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
         )
     text = texts[number]
-    seed, epoch, index = place
+    seed, epoch, index = key
     if images.ndim == 1:  # one embedding for all augmentations
         if stored.replay:
             raise BrokenSample(
                 f"{stored.image} has one row, but teacher.replay needs one per augmentation"
             )
-        key = keyed_int(seed, index) - 2**63
-        return StoredView(epoch, key, torch.stack([images, text]), None)
+        free = random_key(VIEW_SEED, epoch, keyed_int(seed, index) - 2**63)
+        return StoredView(free, images, text, None)
     view = epoch % len(images)  # the epochs use the rows in turn
     entry = None
     if stored.replay:
@@ -130,9 +127,15 @@ def read_view(
         entry = entries[view]
         if not entry:
             raise BrokenSample(f"entry {view} of {stored.replay} is {entry}")
-    # `disco-ds embed` uses the same key. Unlike a sample id, a hash of the image does not depend on the set of shards.
-    key = find_group("image", members, "", image)
-    return StoredView(view, key, torch.stack([images[view], text]), entry)
+    return StoredView(find_view_key(image, view), images[view], text, entry)
+
+
+def find_view_key(image: Picture, view: int) -> int:
+    """Return the key of the random numbers of an image's augmentation number `view`.
+
+    Unlike a sample id, the hash of the image does not depend on the set of shards.
+    """
+    return random_key(VIEW_SEED, view, find_group("image", {}, "", image))
 
 
 def read_array(
@@ -192,12 +195,12 @@ def read_field(field: str, members: Members, parsed: dict[str, Any]) -> Any:
 def _parse(member: str, value: Any) -> Any:
     if not isinstance(value, bytes):  # data.transforms has parsed it
         return value
-    kind = member.rpartition(".")[2]
-    if kind == "json":
+    suffix = member.rpartition(".")[2]
+    if suffix == "json":
         return json.loads(value)
-    if kind in ("npy", "npz"):
+    if suffix in ("npy", "npz"):
         return np.load(BytesIO(value), allow_pickle=False)
-    if kind == "gz":
+    if suffix == "gz":
         value = GzipFile(fileobj=BytesIO(value)).read(MAX_BYTES)
     return torch.load(BytesIO(value), map_location="cpu", weights_only=True)
 
@@ -238,17 +241,49 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
 
 
 def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
-    """Return the settings that stored embeddings depend on: the caption templates and, with views, the augmentation.
+    """Return the settings that stored embeddings depend on: those of the captions, the images and their augmentation.
 
     Args:
         settings: Settings of the data.
         views: Number of views of each image. 0: each image has one embedding, that of the image without augmentation.
     """
-    found: dict[str, Any] = {"captions": list(settings.captions), "views": views}
+    keys = {"image_key", "transforms"}
     if views:
-        keys = {"crop_scale", "crop_ratio", "augment"}
-        found |= settings.model_dump(mode="json", include=keys)
-    return found
+        keys |= {"crop_scale", "crop_ratio", "augment"}
+    chosen = settings.model_dump(mode="json", include=keys)
+    return {"captions": list(settings.captions), "views": views, **chosen}
+
+
+def find_stored(
+    stages: Sequence[DataSettings], teacher: TeacherSettings, sources: Sequence[Source]
+) -> StoredEmbeddings | None:
+    """Return where a teacher's embeddings are stored, or None if the teacher is a model.
+
+    If teacher.widths is not set, the width is read from the first sample that has embeddings.
+
+    Args:
+        stages: Settings of the data in each stage of the run.
+        teacher: Settings of the teacher.
+        sources: The sources.
+
+    Raises:
+        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed the embeddings for
+            other settings.
+        OSError: If the first shard cannot be read.
+    """
+    if teacher.image is None or teacher.text is None:
+        return None
+    for settings in stages:
+        for part, source in zip(settings.per_source, sources, strict=True):
+            if isinstance(source, Manifest) and not source.urls:
+                # The shards of a pattern or of a list may be in several folders.
+                folders = {os.path.dirname(shard.name) for shard in source.shards}
+                for folder in sorted(folders):
+                    check_record(source.folder / folder, part)
+    width = sum(teacher.widths or ())
+    if not width:
+        width = _measure(sources[0], stages[0].per_source[0], teacher.image)
+    return StoredEmbeddings(teacher.image, teacher.text, teacher.replay, width)
 
 
 def check_record(folder: Path, settings: DataSettings) -> None:
@@ -257,15 +292,33 @@ def check_record(folder: Path, settings: DataSettings) -> None:
     If another program wrote the shards, nothing is checked.
 
     Raises:
-        ValueError: If the stored embeddings belong to other captions or augmentations.
+        ValueError: If the stored embeddings belong to other captions, images or augmentations.
     """
     path = folder / RECORD
     if not path.exists():
         return
     record = json.loads(path.read_text(encoding="utf-8"))
     for key, value in describe_views(settings, record["views"]).items():
-        if record[key] != value:
+        if record.get(key, value) != value:
             raise ValueError(
                 f"teacher: the embeddings in {folder} were computed with data.{key} {record[key]}, but this run has "
-                f"{value}; use the same setting, or run disco-ds embed again"
+                f"{value}; use the same setting in every stage, or run disco-ds embed again"
             )
+
+
+def _measure(source: Source, settings: DataSettings, image: str) -> int:
+    """Return the width of the embeddings of the first sample that has them."""
+    reason = "there is no sample"
+    # A shard of data.index=none has the size 0. Its first sample is read.
+    sizes = enumerate(source.sizes)
+    entries = ((shard, entry) for shard, size in sizes for entry in range(size or 1))
+    selection = Selection.load(settings)
+    with closing(source.open(1, settings.window)) as reader:
+        for shard, entry in islice(entries, _NUM_MEASURED):
+            try:
+                with breaks_sample(OSError):
+                    members = selection.read(reader, shard, entry)
+                    return read_array(image, members, {}).shape[-1]
+            except BrokenSample as error:
+                reason = str(error)
+    raise ValueError(f"none of the first samples has stored embeddings: {reason}")

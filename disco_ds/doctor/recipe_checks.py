@@ -22,6 +22,24 @@ from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
 
+def check_recipe(config: Config, ranks: int) -> Iterator[Line]:
+    """Run the checks of a run's start that read no data. `disco-ds train --dry-run` runs only these.
+
+    Raises:
+        ValueError: If a run would refuse to start.
+        AssertionError: If DeepSpeed refuses a combination of settings.
+    """
+    description = config.describe(ranks)
+    check_ds_config(config)
+    check_without_data(config)
+    yield Line("ok", "recipe", description.replace("\n", "; "))
+    # The run may take place on another machine, which has the packages.
+    try:
+        check_packages(config)
+    except ValueError as error:
+        yield Line("warn", "trackers", str(error))
+
+
 def check_start(config: Config, ranks: int) -> Iterator[Line]:
     """Run the checks that a run makes at its start, before it opens the training data.
 
@@ -29,17 +47,9 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
         ValueError: If a run would refuse to start.
         AssertionError: If DeepSpeed refuses a combination of settings.
     """
-    found = config.describe(ranks)
-    check_ds_config(config)
-    check_without_data(config)
+    yield from check_recipe(config, ranks)
     load_sets(config.eval, config.data)
     check_image_sizes(config)
-    yield Line("ok", "recipe", found.replace("\n", "; "))
-    # The run may take place on another machine, which has the packages.
-    try:
-        check_packages(config)
-    except ValueError as error:
-        yield Line("warn", "trackers", str(error))
     yield check_kernels(config)
 
 
@@ -89,11 +99,8 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
     epoch_samples = count_epoch(config.data, sources)
+    yield from check_length(config, epoch_samples)
     schedule = make_schedule(config.with_samples(epoch_samples))
-    yield Line("ok", "length", f"{schedule.num_steps:,} steps")
-    num_epochs = schedule.num_samples / epoch_samples if epoch_samples else None
-    for problem in find_late(config, schedule.num_steps, num_epochs):
-        yield Line("warn", "length", problem, "set a smaller interval")
     yield from check_filter(config, sources, schedule.num_samples)
     if 0 < num_samples < config.global_batch:
         found = (
@@ -101,6 +108,26 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
             "so a batch contains some samples twice"
         )
         yield Line("warn", "data", found, "use more data, or lower global_batch")
+
+
+def check_length(config: Config, epoch_samples: int) -> Iterator[Line]:
+    """Check the number of steps, the warmup and the intervals.
+
+    Args:
+        config: The recipe.
+        epoch_samples: Number of samples in an epoch. 0: unknown; then a length in epochs is not checked.
+
+    Raises:
+        ValueError: If the run is shorter than a step or than its warmup and cooldown.
+    """
+    num_steps, num_epochs = None, config.epochs
+    if epoch_samples or config.epochs is None:
+        schedule = make_schedule(config.with_samples(epoch_samples))
+        num_steps = schedule.num_steps
+        num_epochs = schedule.num_samples / epoch_samples if epoch_samples else None
+        yield Line("ok", "length", f"{num_steps:,} steps")
+    for problem in find_late(config, num_steps, num_epochs):
+        yield Line("warn", "length", problem, "set a smaller interval")
 
 
 def _compare(source: Manifest) -> Line:

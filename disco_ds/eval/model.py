@@ -11,7 +11,7 @@ from torch import nn
 
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
-from disco_ds.data import ImageSpec, SampleForm
+from disco_ds.data import ImageSpec, InputSpec
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
 from disco_ds.models.dtypes import PARAMETER_DTYPES
@@ -67,9 +67,9 @@ def read_image_spec(model: nn.Module) -> ImageSpec:
     return ImageSpec(look.size, look.interpolation, look.resize_mode)
 
 
-def read_form(model: nn.Module, tokenizer: Any) -> SampleForm:
+def read_input_spec(model: nn.Module, tokenizer: Any) -> InputSpec:
     """Return how samples must be prepared for the model: size and resizing of images, tokenizer, number of tokens."""
-    return SampleForm(read_image_spec(model), tokenizer, *read_text_size(model))
+    return InputSpec(read_image_spec(model), tokenizer, *read_text_size(model))
 
 
 def in_precision(module: nn.Module, kind: str) -> nn.Module:

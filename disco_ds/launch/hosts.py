@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,19 +36,19 @@ REACH_S = 6.0
 """A host that does not answer within this many seconds counts as unreachable."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses in seconds between attempts to reach lost hosts."""
-FIND = """
+SIGNAL_PROGRAM = """
 import psutil, sys
-launch, number, found = sys.argv[1], int(sys.argv[2]), 0
+launch, number, count = sys.argv[1], int(sys.argv[2]), 0
 for process in psutil.process_iter():
     try:
         command = process.cmdline()
-        mine = any(each.startswith(launch + "-") for each in command)
-        if mine and (number == 9 or any(each.startswith("--local_rank") for each in command)):
+        of_launch = any(each.startswith(launch + "-") for each in command)
+        if of_launch and (number == 9 or any(each.startswith("--local_rank") for each in command)):
             process.send_signal(number)
-            found += 1
+            count += 1
     except psutil.Error:
         pass
-print(f"{launch}={found}")
+print(f"{launch}={count}")
 """
 """Python program that sends a signal to the ranks of all attempts of a launch on the host where it runs.
 
@@ -56,12 +57,19 @@ processes signaled.
 """
 
 
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the number of slots (ranks) of each host.
+def read_hosts(path: Path, options: str) -> dict[str, int]:
+    """Return the hosts on which `deepspeed` would start ranks, and the number of ranks on each.
+
+    Args:
+        path: The hostfile.
+        options: Other options of `deepspeed`, which may select hosts and slots.
+
+    Returns:
+        Host -> number of ranks; empty if all ranks start on this machine.
 
     Raises:
-        ValueError: If the hostfile is missing or malformed, or `deepspeed` could not start ranks on
-            several hosts because of the working directory's name.
+        ValueError: If the hostfile is missing or malformed, if it does not contain a selected host or slot, or if
+            `deepspeed` could not start ranks on other hosts because of the working directory's name.
     """
     for number, line in enumerate(read_text(path, "hostfile").splitlines(), 1):
         if not LINE.fullmatch(line.strip()):
@@ -69,16 +77,36 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise ValueError(
                 f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
             )
-    from deepspeed.launcher.runner import fetch_hostfile
+    from deepspeed.launcher import runner
 
-    slots: dict[str, int] = fetch_hostfile(str(path))
+    given = runner.parse_args([*shlex.split(options), "script"])
+    hosts = runner.parse_inclusion_exclusion(
+        runner.fetch_hostfile(str(path)), given.include, given.exclude
+    )
+    hosts = runner.apply_num_nodes_and_gpus(hosts, given.num_nodes, given.num_gpus)
+    if given.no_ssh or (len(hosts) == 1 and is_this_machine(*hosts)):
+        return {}
     folder = str(Path.cwd())
-    if len(slots) > 1 and shlex.quote(folder) != folder:
+    if shlex.quote(folder) != folder:
         raise ValueError(
-            f"deepspeed does not quote the working directory {folder!r} in the commands that it sends to several "
+            f"deepspeed does not quote the working directory {folder!r} in the commands that it sends to other "
             "hosts, so ranks would start elsewhere: use a path without spaces and shell characters"
         )
-    return slots
+    return {host: len(slots) for host, slots in hosts.items()}
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a host of a hostfile has the name or an address of this machine."""
+    name = host.rpartition("@")[2]
+    if name == socket.gethostname():
+        return True
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # fails if the address belongs to another machine
+    except OSError:
+        return False
+    return True
 
 
 def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
@@ -88,16 +116,17 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
     have been killed, and may have recovered since.
 
     Args:
-        hosts: The hosts; empty means this host only.
+        hosts: The hosts; empty means this machine only.
         launch: Id of the launch. The ids of its attempts begin with it.
         number: The signal's number; 0 means only to count the processes.
 
     Returns:
         Number of processes found on each host; None for a host that cannot be reached.
     """
-    find = [sys.executable, "-c", FIND, launch, str(int(number))]
+    program = [sys.executable, "-c", SIGNAL_PROGRAM, launch, str(int(number))]
     ssh = ["ssh", *REACH, *shlex.split(os.environ.get(SSH_OPTIONS, ""))]
-    commands = {host: [*ssh, host, shlex.join(find)] for host in hosts} or {"localhost": find}
+    remote = {host: [*ssh, host, shlex.join(program)] for host in hosts}
+    commands = remote or {"localhost": program}
     # Contact all hosts at the same time, so that many hosts take no longer than one.
     with ThreadPoolExecutor(len(commands)) as pool:
         counts = pool.map(partial(_ask, launch), commands.values())
@@ -105,7 +134,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
 
 
 def _ask(launch: str, command: Sequence[str]) -> int | None:
-    """Run a command that runs FIND, and return the count that FIND prints; None without an answer in REACH_S."""
+    """Run SIGNAL_PROGRAM and return the count that it prints; None without an answer in REACH_S."""
     try:
         answer = subprocess.run(
             command,
@@ -121,8 +150,8 @@ def _ask(launch: str, command: Sequence[str]) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     # A login shell may print other lines.
-    found = re.search(rf"{re.escape(launch)}=(\d+)", answer)
-    return int(found[1]) if found else None
+    count = re.search(rf"{re.escape(launch)}=(\d+)", answer)
+    return int(count[1]) if count else None
 
 
 def wait_for_hosts(
@@ -176,7 +205,7 @@ def wait_for_hosts(
 
 
 @contextmanager
-def narrow(
+def with_hosts(
     args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
 ) -> Iterator[argparse.Namespace]:
     """Yield the arguments with which a launch uses only the given hosts.
@@ -184,7 +213,7 @@ def narrow(
     Args:
         args: The command's arguments.
         config: The recipe.
-        slots: Number of ranks of each host in the hostfile.
+        slots: Number of ranks of each host.
         hosts: The hosts to use.
 
     Yields:
@@ -198,12 +227,10 @@ def narrow(
     if config.ranks is not None:  # if `ranks` is not set, any number of ranks is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    # Without --force_multi, deepspeed would start the ranks on this host if the hostfile has only one host.
-    deepspeed = f"{args.deepspeed} --force_multi" if len(hosts) == 1 else args.deepspeed
     with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
         file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)
         file.flush()
-        changed = {"hostfile": Path(file.name), "overrides": overrides, "deepspeed": deepspeed}
+        changed = {"hostfile": Path(file.name), "overrides": overrides}
         yield argparse.Namespace(**vars(args) | changed)
 
 
@@ -214,15 +241,15 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
         ValueError: If the run cannot continue on every such number of hosts, or if the hostfile or the
             --deepspeed arguments cannot be combined with --min-hosts.
     """
-    if not args.min_hosts <= len(slots) > 1:
-        raise ValueError(
-            f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
-            f"least two; got {len(slots)}"
-        )
     if re.search(r"(^|\s)(-i|-e|--in|--ex|--num)", args.deepspeed):
         raise ValueError(
             "--min-hosts selects the hosts, so --deepspeed must not: remove the options that select hosts or slots "
             f"from {args.deepspeed!r}, and list in the hostfile only the hosts and slots to use"
+        )
+    if not args.min_hosts <= len(slots) > 1:
+        raise ValueError(
+            f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
+            f"least two; got {len(slots)}"
         )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts
 

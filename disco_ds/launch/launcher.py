@@ -9,7 +9,7 @@ except SIGKILL. To stop a run, this module signals the ranks directly on their h
 them by the launch id in their command lines. A run has succeeded if its folder contains
 finished.json.
 
-This process does not import torch, and on one host it does not import DeepSpeed either.
+This process does not import torch, and without a hostfile it does not import DeepSpeed either.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from disco_ds.distributed.launcher import die_with_parent
 from disco_ds.launch.hosts import (
     SSH_OPTIONS,
     check_min_hosts,
-    narrow,
-    read_hostfile,
+    read_hosts,
     report,
     signal_ranks,
     wait_for_hosts,
+    with_hosts,
 )
 from disco_ds.launch.packing import pack
 from disco_ds.names import plural
@@ -109,7 +109,7 @@ def supervise(
     Args:
         args: The command's arguments.
         config: The recipe.
-        slots: Number of ranks per host; empty means this host only.
+        slots: Number of ranks per host; empty means this machine only.
         signals: The signals that this process has received.
 
     Returns:
@@ -140,16 +140,16 @@ def supervise(
         return 1
     for attempt in range(args.restarts + 1):
         attempt_id = f"{launch}-{attempt}"
-        with narrow(args, config, slots, hosts) as given:
-            command = front_end(given, attempt_id, resume)
+        with with_hosts(args, config, slots, hosts) as given:
+            command = front_end(given, hosts, attempt_id, resume)
             codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # The run that is resumed may be in a folder other than the recipe's `runs`.
-        places = [config.runs]
+        parents = [config.runs]
         if resume:
-            places.append(split_resume(resume)[0].resolve().parent)
-        found, agreed = find_run(places, attempt_id)
-        folder = found or folder
-        code = judge(found, agreed, codes)
+            parents.append(split_resume(resume)[0].resolve().parent)
+        attempt_folder, agreed = find_run(parents, attempt_id)
+        folder = attempt_folder or folder
+        code = judge(attempt_folder, agreed, codes)
         # The first attempt has accepted the settings, so a later refusal has another cause, such as a failed read.
         if code in (0, 3) or (code == 2 and attempt == 0):
             return code
@@ -176,12 +176,18 @@ def supervise(
     return 1
 
 
-def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> list[str]:
+def front_end(
+    args: argparse.Namespace, hosts: Sequence[str], attempt_id: str, resume: str | None
+) -> list[str]:
     """Return the command line of `deepspeed` for one attempt."""
     # Run it as a module: the #! line of the `deepspeed` script fails if the path of Python has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     if args.hostfile:
         command += ["--hostfile", str(args.hostfile)]
+    if (
+        len(hosts) == 1
+    ):  # otherwise, deepspeed would start the ranks of a single host on this machine
+        command.append("--force_multi")
     trainer = [f"--config={args.config}"]
     if resume:
         trainer.append(f"--resume={resume}")
@@ -204,7 +210,7 @@ def run_once(
 
     Args:
         command: Command line of deepspeed.
-        hosts: The hosts, if there are several; empty means this host only.
+        hosts: The hosts; empty means this machine only.
         launch: Id of the launch.
         signals: The signals that this process has received.
         patience_s: Time in seconds that the ranks have to save and stop after a signal.
@@ -280,27 +286,27 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
         for line in lines:
             with suppress(OSError):
                 print(line, end="", file=sys.stderr, flush=True)
-            if found := ENDED.match(line):
+            if match := ENDED.match(line):
                 # No exit code means that ssh was killed. The ranks on that host keep running, so the
                 # host counts as cut off.
-                host = found[1]
-                code = failed[host] = int(found[2] or CUT_OFF)
+                host = match[1]
+                code = failed[host] = int(match[2] or CUT_OFF)
                 end = "is cut off" if code == CUT_OFF else f"has ended with exit code {code}"
                 report(f"{host} {end}")
 
 
-def find_run(places: Sequence[Path], attempt_id: str) -> tuple[Path | None, int | None]:
+def find_run(parents: Sequence[Path], attempt_id: str) -> tuple[Path | None, int | None]:
     """Find the run folder of an attempt.
 
     Args:
-        places: Folders that contain run folders.
+        parents: Folders that contain run folders.
         attempt_id: Id of the attempt.
 
     Returns:
         The run folder and the exit code that the ranks have agreed on. Each is None if unknown.
     """
-    for place in places:
-        for path in place.glob(f"*/{LAUNCHED}"):
+    for parent in parents:
+        for path in parent.glob(f"*/{LAUNCHED}"):
             # Ignore a malformed file: another program may have written it.
             with suppress(OSError, ValueError, LookupError, TypeError):
                 record = json.loads(path.read_text(encoding="utf-8"))
@@ -370,11 +376,11 @@ def run(args: argparse.Namespace) -> int:
         _check_words("--deepspeed", args.deepspeed)
         _check_words(SSH_OPTIONS, os.environ.get(SSH_OPTIONS, ""))
         config = load_config(args.config, args.overrides)
-        slots = read_hostfile(args.hostfile) if args.hostfile else {}
+        slots = read_hosts(args.hostfile, args.deepspeed) if args.hostfile else {}
         if args.min_hosts is not None:
             check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, 2)
-    if not slots and "--num_" not in args.deepspeed and (text := describe_cpu()):
+    if not args.hostfile and "--num_" not in args.deepspeed and (text := describe_cpu()):
         report(text)
-    return supervise(args, config, slots if len(slots) > 1 else {}, Signals())
+    return supervise(args, config, slots, Signals())

@@ -401,13 +401,20 @@ def check_teacher_weight(weight: float | None) -> float | None:
     return weight
 
 
-def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
-    """Count the rows in which a positive has the highest similarity. Pass the result to global_metrics.
+TIE = 1e-5
+"""Similarities count as equal if they differ by less than this, multiplied by the scale.
+
+This is more than the rounding errors of a matrix product of unit rows, so a copy of a sample always ties with it."""
+
+
+def count_hits(largest: Tensor | None, pairs: Tensor, scale: Tensor) -> Tensor:
+    """Count the rows in which a positive has a higher logit than all negatives. Pass the result to global_metrics.
 
     Args:
-        largest: [1, b]: for each row, the highest similarity to a negative. [2, b]: in addition, largest[1] is the
-            highest similarity to a positive other than the row's pair. None: accuracies are not computed.
-        pairs: [b], the similarity of each row's positive pair.
+        largest: [1, b]: for each row, the highest logit of a negative. [2, b]: in addition, largest[1] is the
+            highest logit of a positive other than the row's pair. None: accuracies are not computed.
+        pairs: [b], the logit of each row's positive pair.
+        scale: [1] or [b], the logit scale.
 
     Returns:
         0-d, or an empty tensor if `largest` is None.
@@ -415,7 +422,7 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     if largest is None:
         return pairs.new_empty(0, dtype=torch.int64)
     best = pairs if len(largest) == 1 else torch.maximum(pairs, largest[1])
-    return (largest[0] < best).sum()
+    return (largest[0] < best - TIE * scale.abs()).sum()
 
 
 def global_metrics(

@@ -233,7 +233,8 @@ class _FastCLIP(torch.autograd.Function):
         ctx.shift = shift
         ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
-        hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
+        maxima = sums.rows_max, sums.columns_max
+        hits = [count_hits(*each) for each in zip(maxima, x, scales, strict=True)]
         ctx.mark_non_differentiable(log_u, *hits)
         return (value.sum() / (2 * b)).to(full_dtype(rows)), log_u, *hits
 

@@ -87,7 +87,7 @@ class InfoNCE(torch.autograd.Function):
         parts: Tensor | None = None
         if target_gradient is not None:
             per_pair, parts = _add_teacher_loss(per_pair, student, taught, target_gradient)
-        hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
+        hits = [count_hits(top, x, student.scale) for top in (sums.rows_max, sums.columns_max)]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
 

@@ -161,7 +161,7 @@ class _SigLIP(torch.autograd.Function):
         d_bias = (weight / b).view(1) if needs_bias else None
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = largest, home[0] if loss.accuracy else None
-        hits = [count_hits(x, z) for x in maxima]
+        hits = [count_hits(x, z, scale) for x in maxima]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (total / b).to(full_dtype(rows)), parts, *hits
 

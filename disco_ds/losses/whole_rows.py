@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import (
+    TIE,
     Embeddings,
     Loss,
     LossOutput,
@@ -63,9 +64,15 @@ class WholeRowsLoss(Loss):
             others = teacher_metrics(embeddings, parts, self.group)
             loss = loss + self.teacher_weight * (of_teachers - loss)
         with torch.no_grad():
-            hits = [(logits.argmax(1) == labels).sum() for logits in both]
+            hits = [self._count_hits(logits, labels, embeddings.scale) for logits in both]
             metrics = global_metrics(loss, hits, len(labels), self.group, others)
         return LossOutput(loss, metrics)
+
+    @staticmethod
+    def _count_hits(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        pairs = logits.gather(1, labels[:, None])
+        at_top = logits >= pairs - TIE * scale.abs()
+        return (at_top.sum(1) == 1).sum()
 
     def _find_targets(
         self, teachers: Sequence[Teacher], logits: Sequence[Tensor], own: slice

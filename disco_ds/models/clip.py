@@ -474,11 +474,11 @@ def register_config(name: str) -> str:
     path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
     if path.is_file():
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            architecture = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"model.name: {name} is not valid JSON: {error}") from None
-        add_model_config(path)
-        return path.stem
+        # Under its own name, the file could replace a model of open_clip.
+        return register_architecture(name, architecture)
     known = open_clip.list_models()
     if name not in known:
         ours = sorted(item.stem for item in bundled.glob("*.json"))
@@ -507,7 +507,7 @@ def register_architecture(name: str, architecture: dict[str, Any]) -> str:
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     try:
         if settings.lock_image and settings.factory:
-            model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
+            model.lock_image_tower()
         elif settings.lock_image:
             # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole.
             if settings.unlocked_layers:
@@ -516,7 +516,15 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
                 model.visual.requires_grad_(False)
             model.visual = freeze_statistics(model.visual)
         if settings.lock_text or settings.two_views:
-            model.lock_text_tower(settings.unlocked_layers)
+            if settings.factory:
+                model.lock_text_tower()
+            elif settings.unlocked_layers:
+                model.lock_text_tower(settings.unlocked_layers)
+            else:
+                # open_clip would leave the projection of a Hugging Face tower trained.
+                for name, parameter in model.named_parameters():
+                    if not name.startswith("visual.") and name not in SCALES:
+                        parameter.requires_grad_(False)
     # These errors are raised if open_clip or timm cannot divide a tower into layers.
     except (AssertionError, AttributeError, KeyError) as error:
         raise ValueError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +255,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors"
             else torch.load(path, map_location="cpu", weights_only=True)
         )
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = re.sub(r"\x1b\[[\d;]*m", "", str(error)).split("\n")[0]
+    except (pickle.UnpicklingError, RuntimeError):
+        # Leave out torch's message, a long paragraph that recommends weights_only=False, which can run code.
         raise ValueError(
-            f"{path} contains more than tensors, or is damaged. If you trust its author, read it with "
-            f"torch.load(..., weights_only=False) and write only its state_dict to a new file with torch.save. {reason}"
+            "it contains more than tensors, or is damaged. If you trust its author, read it with "
+            "torch.load(..., weights_only=False) and write only its state_dict to a new file with torch.save"
         ) from None
     removed = []
     while isinstance(content, dict) and (

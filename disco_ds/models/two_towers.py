@@ -93,11 +93,11 @@ class TwoTowers(nn.Module):
         """Turn tokens [b, L] into features [b, D]."""
         return self.text(text)
 
-    def lock_image_tower(self, **_: Any) -> None:
+    def lock_image_tower(self) -> None:
         """Freeze the image tower and the statistics of its BatchNorm2d layers."""
         self.visual = freeze_statistics(self.visual.requires_grad_(False))
 
-    def lock_text_tower(self, *_: Any) -> None:
+    def lock_text_tower(self) -> None:
         """Freeze the text tower."""
         self.text.requires_grad_(False)
 

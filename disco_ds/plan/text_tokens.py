@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Any
 
-from disco_ds.config import Config
-from disco_ds.data import Source
-from disco_ds.data.errors import BrokenSample, DroppedSample, breaks_sample
-from disco_ds.data.sources.base import Samples
-from disco_ds.eval.model import read_form
+from disco_ds.config import Config, DataSettings
+from disco_ds.data import InputSpec, Source
+from disco_ds.data.errors import BrokenSample, breaks_sample
+from disco_ds.data.samples import SampleKey, SyntheticSource, prepare
+from disco_ds.data.sources.selection import Selection
+from disco_ds.eval.model import read_input_spec
 from disco_ds.models.clip import build_tokenizer, read_text_size
 from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
@@ -48,12 +49,11 @@ def read_text_tokens(
         count = find_counter(model)
         if count is None or not is_packed(config, model):
             return assumed
-        form = read_form(model, build_tokenizer(config.model, model))
+        spec = read_input_spec(model, build_tokenizer(config.model, model))
         for settings, source in zip(config.data.per_source, sources, strict=True):
-            samples = source.open_samples(settings, form, config.seed, 1)
-            if type(samples) is Samples:
-                lengths += _read(source, samples, count, NUM_CAPTIONS // len(sources))
-            samples.close()
+            if not isinstance(source, SyntheticSource):
+                num = NUM_CAPTIONS // len(sources)
+                lengths += _read(source, settings, spec, count, num)
     if not lengths:
         return assumed
     return replace(
@@ -75,16 +75,21 @@ def is_packed(config: Config, model: Any) -> bool:
     return packed and is_short and not is_exact
 
 
-def _read(source: Source, samples: Samples, count: Any, num: int) -> list[int]:
+def _read(
+    source: Source, settings: DataSettings, spec: InputSpec, count: Any, num: int
+) -> list[int]:
     """Read up to `num` captions of a source, and return the number of tokens of each."""
     lengths = []
     last = len(source.sizes) - 1
     shards = sorted({i * last // (NUM_SHARDS - 1) for i in range(NUM_SHARDS)})
     share = -(-num // len(shards))
-    for shard in shards:
-        size = source.sizes[shard]
-        for entry in sorted({i * size // share for i in range(share)} if size else ()):
-            with suppress(BrokenSample, DroppedSample), breaks_sample(OSError):
-                _, text, _ = samples.read(shard, entry, 0, entry)
-                lengths.append(int(count(text[None])[0]))
+    selection = Selection.load(settings)
+    with closing(source.open(1, settings.window)) as reader:
+        for shard in shards:
+            size = source.sizes[shard]
+            for entry in sorted({i * size // share for i in range(share)} if size else ()):
+                with suppress(BrokenSample), breaks_sample(OSError):
+                    members = selection.read(reader, shard, entry)
+                    sample = prepare(members, SampleKey(0, 0, entry), settings, spec)
+                    lengths.append(int(count(sample["text"][None])[0]))
     return lengths

@@ -215,9 +215,8 @@ def make_batch(
     place = torch.arange(context, device=device)
     text = torch.where(place < end, text, 0) + (vocabulary - 1) * (place == end)
     index = torch.arange(m, device=device)
-    counted = lengths if find_counter(model) else None
-    ids = torch.zeros_like(index)
-    return MicroBatch(image, text, index, ids, torch.zeros_like(index), counted)
+    batch = {"image": image, "text": text, "index": index, "view_key": index}
+    return batch | {"lengths": lengths} if find_counter(model) else batch
 
 
 def trace(
@@ -291,7 +290,7 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
         batch = make_batch(model, m, lengths=lengths)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
-        samples = list(batch.tensors.values())
+        samples = [array for array in batch.values() if isinstance(array, Tensor)]
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Do not count what exists before the passes; plan/memory.py counts it.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])

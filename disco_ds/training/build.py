@@ -42,13 +42,13 @@ from disco_ds.data import (
     merge_states,
 )
 from disco_ds.data.sources.listing import refuse_remote
-from disco_ds.data.sources.load import find_stored
+from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to
 from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
 from disco_ds.distributed.launcher import Interrupts
 from disco_ds.eval import ImageSet, load_sets
-from disco_ds.eval.model import read_form, read_image_spec
+from disco_ds.eval.model import read_image_spec, read_input_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -355,17 +355,17 @@ def build_loader(
         states = saved.states("data")
         position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     device = comm.local_device()
-    form = read_form(model, tokenizer)
+    inputs = read_input_spec(model, tokenizer)
     if isinstance(teacher, StoredTeacher):
-        form = replace(form, stored=teacher.stored)
+        inputs = replace(inputs, stored=teacher.stored)
     elif teacher and not are_equal(teacher.tokenizer, tokenizer):
         length = read_text_size(teacher.model)[0]
-        form = replace(form, teacher_tokenize=teacher.tokenizer, teacher_length=length)
+        inputs = replace(inputs, teacher_tokenize=teacher.tokenizer, teacher_length=length)
     with comm.all_or_none("data"):
         return Loader(
             config.data,
             sources,
-            form,
+            inputs,
             Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
             config.seed,
             position,
@@ -491,7 +491,8 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     settings = config.teacher
     assert settings is not None
     if settings.settings is None:
-        find = partial(find_stored, config.data.per_source, settings, sources)
+        stages = [stage.data for stage in config.stage_configs]
+        find = partial(find_stored, stages, settings, sources)
         stored = comm.from_rank_0("teacher", find)
         assert stored
         return StoredTeacher(settings, stored, comm.local_device())

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.data import MicroBatch, augment
-from disco_ds.data.stored import VIEW_SEED, unpack
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
@@ -51,16 +50,12 @@ def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     For a model with two views, the second view of each image takes the place of the text. With data.group_by, the group
     ids are a fourth element.
 
-    The augmentation depends only on (seed, epoch, sample id). If a teacher's embeddings are stored with the samples, it
-    depends only on numbers stored with these embeddings. So repeated calls return equal inputs.
+    The augmentation depends only on the samples' view keys, so repeated calls return equal inputs.
     """
-    drawn = batch.epoch, batch.index, config.seed
-    if batch.stored is not None:
-        drawn = *unpack(batch.stored)[:2], VIEW_SEED
-    view = partial(augment, batch.image, *drawn, config.data.augment)
-    text = view(view=1) if config.model.two_views else Texts(batch.text, batch.lengths)
-    inputs = view(), text, batch.index
-    return (*inputs, batch.group_id) if config.data.group_by else inputs
+    view = partial(augment, batch["image"], batch["view_key"], config.data.augment)
+    text = Texts(batch["text"], batch.get("lengths"))
+    inputs = view(), view(view=1) if config.model.two_views else text, batch["index"]
+    return (*inputs, batch["group_id"]) if "group_id" in batch else inputs
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import MicroBatch
-from disco_ds.data.stored import StoredEmbeddings, unpack
+from disco_ds.data.stored import StoredEmbeddings
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Teacher
 from disco_ds.models.clip import Texts, read_preprocessing
@@ -54,14 +54,14 @@ class FrozenTeacher:
             image: [m, 3, H, W], the augmented images of m samples that the student sees. They are uint8 from 0 to 255,
                 or floats from 0 to 1. This method resizes them, and the model normalizes them.
             text: The student's tokens.
-            batch: The micro-batch. Its teacher_text contains the teacher's tokens if the teacher's tokenizer differs
-                from the student's, and is None otherwise.
+            batch: The micro-batch. It contains teacher_text, the teacher's tokens, if the teacher's tokenizer differs
+                from the student's.
         """
         if image.shape[2:] != self.size:
             pixels = image / 255 if image.dtype == torch.uint8 else image
             image = F.interpolate(pixels, self.size, mode="bicubic", antialias=True).clamp_(0, 1)
-        if batch.teacher_text is not None:
-            text = Texts(batch.teacher_text, None)
+        if "teacher_text" in batch:
+            text = Texts(batch["teacher_text"], None)
         rows, texts, *_ = self.model(image=image, **text._asdict())
         return [Teacher(rows, texts, self.scale, self.bias)]
 
@@ -88,13 +88,12 @@ class StoredTeacher:
 
     def __call__(self, image: Tensor, text: Texts, batch: MicroBatch) -> list[Teacher]:
         """Return each teacher's features of a micro-batch, as unit rows. Only `batch` is used."""
-        assert batch.stored is not None
-        _, _, embeddings = unpack(batch.stored)
-        found = []
-        for part, scale in zip(embeddings.split(self.widths, 2), self.scales, strict=True):
-            rows, texts = F.normalize(part, dim=2).unbind(1)
-            found.append(Teacher(rows, texts, scale, self.bias))
-        return found
+        images = batch["image_embedding"].split(self.widths, 1)
+        texts = batch["text_embedding"].split(self.widths, 1)
+        return [
+            Teacher(F.normalize(image), F.normalize(text), scale, self.bias)
+            for image, text, scale in zip(images, texts, self.scales, strict=True)
+        ]
 
 
 RunTeacher = FrozenTeacher | StoredTeacher

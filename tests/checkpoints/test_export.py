@@ -29,7 +29,7 @@ from disco_ds.checkpoints.weights import TENSORS, read_weights
 from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
-from disco_ds.data.images.decode import resize_for_evaluation
+from disco_ds.data.images import resize_for_evaluation
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from helpers.checkpoints import flip
 from helpers.minimal import settings

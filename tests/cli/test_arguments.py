@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from disco_ds.cli.main import main
-from disco_ds.cli.parser import COMMANDS, parse_args
-from disco_ds.launch.hosts import read_hostfile
+from disco_ds.cli.options import COMMANDS, parse_args
+from disco_ds.launch.hosts import read_hosts
 from disco_ds.launch.launcher import front_end
 from disco_ds.launch.packing import pack
 from tools.make import demo
@@ -117,17 +116,27 @@ def test_dry_run_is_for_the_ranks_of_the_recipe_and_needs_no_data(
     assert "= 4 ranks x" in capfd.readouterr().out
 
 
+def test_dry_run_refuses_a_warmup_longer_than_epochs_of_data_that_is_here(
+    tmp_path: Path, capfd: Any
+) -> None:
+    words = ["train", "--config", "quickstart", "--dry-run", "samples=null", "epochs=1"]
+    assert main([*words, "optim.warmup_steps=2000"]) == 2
+    assert "optim.warmup_steps + optim.cooldown_steps (2000 + 0) exceed" in capfd.readouterr().err
+    # Without the data, the length of an epoch is unknown.
+    assert main([*words, "optim.warmup_steps=2000", "data.shards=/not/here"]) == 0
+
+
 def test_help_imports_no_library(tmp_path: Path) -> None:
     script = """
 import sys
 from disco_ds.cli.main import main
-from disco_ds.cli.parser import COMMANDS
+from disco_ds.cli.options import COMMANDS
 
 for argv in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
     try:
         main(argv)
     except SystemExit as end:
-        print("\\nseen", end.code, {"torch", "deepspeed", "pydantic", "yaml", "open_clip"} & set(sys.modules))
+        print("\\nseen", end.code, {"torch", "deepspeed", "yaml", "open_clip"} & set(sys.modules))
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(
@@ -228,7 +237,7 @@ def test_missing_or_malformed_hostfile_is_refused(text: str | None, tmp_path: Pa
     if text is not None:
         path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"Hostfile|expected `host slots=GPUs`|hostfile .*hosts"):
-        read_hostfile(path)
+        read_hosts(path, "")
 
 
 def test_parse_args_takes_overrides_and_the_launchers_rank() -> None:
@@ -303,7 +312,7 @@ def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
             "--master_port 1",
         ]
     )
-    command = front_end(args, "id", args.resume)
+    command = front_end(args, [], "id", args.resume)
     got = parse_args(["train", *arrived(command[3:], shell, tmp_path)])
     assert (got.config, got.resume, got.overrides, got.launch_id) == (config, resume, HOSTILE, "id")
     assert [path.name for path in tmp_path.iterdir()] == ["x"], (
@@ -336,9 +345,8 @@ def test_pack_is_one_word_without_shell_characters_and_keeps_every_byte() -> Non
     for count in range(len(words) + 1):
         word = pack(["--config=x", "--", *words[:count]])
         assert re.fullmatch(r"--packed=[A-Za-z0-9_-]+", word)
-        assert parse_args(["train", word, "--local_rank=3"]) == argparse.Namespace(
-            **vars(parse_args(["train", "--config=x", "--", *words[:count]])) | {"local_rank": 3}
-        )
+        given = parse_args(["train", "--config=x", "--", *words[:count]])
+        assert parse_args(["train", word, "--local_rank=3"]) == given
 
 
 @pytest.mark.parametrize(
@@ -346,21 +354,33 @@ def test_pack_is_one_word_without_shell_characters_and_keeps_every_byte() -> Non
     [
         (
             ["launch", "--config", "quickstart", "--restarts", "-5"],
-            "at least 0, got -5",
+            "--restarts must be greater than or equal to 0, got '-5'",
         ),
-        (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
-        (["plan", "--config", "quickstart", "--ranks", "0"], "at least 1, got 0"),
-        (["index", "folder", "--workers", "-1"], "0 to 1024, got -1"),
+        (
+            ["launch", "--config", "quickstart", "--restarts", "two"],
+            "--restarts must be a valid integer, got 'two'",
+        ),
+        (
+            ["plan", "--config", "quickstart", "--ranks", "0"],
+            "--ranks must be greater than or equal to 1, got '0'",
+        ),
+        (
+            ["index", "folder", "--workers", "-1"],
+            "--workers must be greater than or equal to 0, got '-1'",
+        ),
         (
             ["plan", "--config", "quickstart", "--slack", "2"],
-            "0 to 1, got 2",
+            "--slack must be less than or equal to 1, got '2'",
         ),
         (
             ["plan", "--config", "quickstart", "--flops", "nan"],
-            "at least 0.001, got nan",
+            "--flops must be a finite number, got 'nan'",
         ),
-        (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
-        (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),
+        (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got 'inf'"),
+        (
+            ["plan", "--config", "quickstart", "--host-memory", "-1"],
+            "or equal to 0, got '-1'",
+        ),
     ],
 )
 def test_number_out_of_range_is_refused(

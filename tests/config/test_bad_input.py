@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from disco_ds.cli.dry_run import describe_run
+from disco_ds.cli.commands import describe_run
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
 from disco_ds.config.recipe_yaml import Dumper, parse
-from disco_ds.launch.hosts import read_hostfile
+from disco_ds.launch.hosts import read_hosts
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
@@ -248,7 +248,7 @@ def test_malformed_ds_config_is_refused_naming_the_file(
 )
 def test_malformed_hostfile_line_is_refused(line: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
-    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: read_hostfile(path))
+    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: read_hosts(path, ""))
 
 
 def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
         "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
         "hosts",
     )
-    assert read_hostfile(path) == {"user@node-1.example.org": 8, "node_2": 8}
+    assert read_hosts(path, "") == {"user@node-1.example.org": 8, "node_2": 8}
 
 
 # Mutations
@@ -326,7 +326,7 @@ def sweep(folder: Path, num_cases: int) -> tuple[int, int]:
             said = dry_run(write(folder, TEXT), "deepspeed=ours.json")
         else:
             path = write(folder, mutate(hostfiles[0], rng), "hosts")
-            said = refusal(lambda path=path: read_hostfile(path))
+            said = refusal(lambda path=path: read_hosts(path, ""))
         refused += bool(said)
     return num_cases - refused, refused
 

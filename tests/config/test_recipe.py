@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disco_ds.cli.dry_run import describe_run
+from disco_ds.cli.commands import describe_run
 from disco_ds.config import PACKAGE, check_config, find_recipe, load_config, render_ds_config
 from disco_ds.config.ds_config import (
     merge,

@@ -12,14 +12,17 @@ from torchvision.transforms import functional as TF
 
 from disco_ds.config import AugmentSettings
 from disco_ds.data import augment
-from disco_ds.data.images.color import ORDERS
-from disco_ds.data.order.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform
+from disco_ds.data.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform, random_key
+from disco_ds.data.images import ORDERS
 
 
-def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor, Tensor]:
+def keys(seed: int, num: int, epoch: int = 0) -> Tensor:
+    return torch.tensor([random_key(seed, epoch, index) for index in range(num)])
+
+
+def images(num: int, height: int = 20, width: int = 28) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (num, 3, height, width), generator=generator, dtype=torch.uint8)
-    return image, torch.arange(num) % 2, torch.arange(num) * 7
+    return torch.randint(0, 256, (num, 3, height, width), generator=generator, dtype=torch.uint8)
 
 
 STRONG = AugmentSettings(
@@ -34,8 +37,8 @@ EVERYTHING = AugmentSettings(
 
 
 def test_augment_zero_settings_is_the_image() -> None:
-    image, epoch, index = images(3)
-    out = augment(image, epoch, index, 0, AugmentSettings())
+    image = images(3)
+    out = augment(image, keys(0, 3), AugmentSettings())
     assert torch.equal(out, image)
 
 
@@ -46,27 +49,24 @@ COLORS = AugmentSettings(
 
 @pytest.mark.parametrize("kind", [STRONG, COLORS, EVERYTHING])
 def test_augment_does_not_depend_on_the_grouping(kind: AugmentSettings) -> None:
-    image, epoch, index = images(13)
-    whole = augment(image, epoch, index, 5, kind)
+    image, key = images(13), keys(5, 13)
+    whole = augment(image, key, kind)
     assert whole.min() >= 0
     assert whole.max() <= 1
-    parts = [
-        augment(image[rows], epoch[rows], index[rows], 5, kind)
-        for rows in torch.arange(13).split(4)
-    ]
+    parts = [augment(image[rows], key[rows], kind) for rows in torch.arange(13).split(4)]
     assert torch.equal(torch.cat(parts), whole)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(augment(image, epoch, index, 5, kind), whole)
-    assert not torch.equal(augment(image, epoch, index, 6, kind), whole)
-    assert not torch.equal(augment(image, epoch + 1, index, 5, kind), whole)
-    assert not torch.equal(augment(image, epoch, index, 5, kind, view=1), whole)
+        assert torch.equal(augment(image, key, kind), whole)
+    assert not torch.equal(augment(image, keys(6, 13), kind), whole)
+    assert not torch.equal(augment(image, keys(5, 13, epoch=1), kind), whole)
+    assert not torch.equal(augment(image, key, kind, view=1), whole)
 
 
 def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
-    image, epoch, index = images(60)
-    drawn = keyed_uniform(3, epoch, index, 7, COLOR_COLUMN)
+    image = images(60)
+    drawn = keyed_uniform(keys(3, 60), 7, COLOR_COLUMN)
     adjust = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue]
-    ours = augment(image, epoch, index, 3, COLORS)
+    ours = augment(image, keys(3, 60), COLORS)
     for i, row in enumerate(drawn.tolist()):
         theirs = image[i].float() / 255
         if row[0] < 0.7:
@@ -80,17 +80,15 @@ def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
 
 
 def test_color_jitter_takes_every_order_and_each_probability() -> None:
-    index = torch.arange(20_000)
-    drawn = keyed_uniform(0, torch.zeros_like(index), index, 7, COLOR_COLUMN)
+    drawn = keyed_uniform(keys(0, 20_000), 7, COLOR_COLUMN)
     counts = (24 * drawn[:, 5]).long().bincount(minlength=24)
     assert sorted(ORDERS) == sorted(set(ORDERS))
     assert counts.min() > 700
     image = torch.randint(
         0, 256, (2000, 3, 2, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    epoch, index = torch.zeros(2000).long(), torch.arange(2000)
     for settings, share in ((AugmentSettings(gray_scale_prob=0.2), 0.2), (COLORS, 1 - 0.3 * 0.7)):
-        out = augment(image, epoch, index, 1, settings)
+        out = augment(image, keys(1, 2000), settings)
         changed = (out - image / 255).abs().amax((1, 2, 3)) > 1e-6
         assert abs(changed.float().mean() - share) < 0.03
 
@@ -98,19 +96,17 @@ def test_color_jitter_takes_every_order_and_each_probability() -> None:
 def test_augment_moves_alone_keep_white_white() -> None:
     white = torch.full((4, 3, 16, 24), 255, dtype=torch.uint8)
     moves = STRONG.model_copy(update={"color_scale": 0.0, "color_offset": 0.0})
-    assert torch.allclose(
-        augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(())
-    )
+    assert torch.allclose(augment(white, keys(0, 4), moves), torch.ones(()))
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (24, 40)])
 def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
     coarse = torch.rand(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
-    image, epoch, index = (smooth * 255).byte(), torch.zeros(6).long(), torch.arange(6)
+    image, key = (smooth * 255).byte(), keys(3, 6)
     moves = STRONG.model_copy(update={"color_scale": 0.0, "color_offset": 0.0})
-    drawn = 2 * keyed_uniform(3, epoch, index, 4, AUGMENT_COLUMN) - 1
-    ours = augment(image, epoch, index, 3, moves)
+    drawn = 2 * keyed_uniform(key, 4, AUGMENT_COLUMN) - 1
+    ours = augment(image, key, moves)
     for i in range(6):
         angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
         shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
@@ -135,7 +131,7 @@ def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
 def test_augment_colors_are_gain_and_offset_per_channel() -> None:
     image = torch.full((500, 3, 2, 2), 128, dtype=torch.uint8)
     colors = AugmentSettings(color_scale=0.25, color_offset=0.1)
-    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colors)
+    out = augment(image, keys(0, 500), colors)
     assert torch.equal(out[:, :, 0, 0], out[:, :, 1, 1])
     values = out[:, :, 0, 0] / (128 / 255)
     assert abs(values.mean() - 1) < 0.02
@@ -146,6 +142,6 @@ def test_augment_colors_are_gain_and_offset_per_channel() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_augment_on_the_gpu_equals_the_cpu() -> None:
-    image, epoch, index = images(9, 64, 48)
-    ours = augment(image.cuda(), epoch.cuda(), index.cuda(), 5, EVERYTHING)
-    assert torch.allclose(ours.cpu(), augment(image, epoch, index, 5, EVERYTHING), atol=1e-4)
+    image, key = images(9, 64, 48), keys(5, 9)
+    ours = augment(image.cuda(), key.cuda(), EVERYTHING)
+    assert torch.allclose(ours.cpu(), augment(image, key, EVERYTHING), atol=1e-4)

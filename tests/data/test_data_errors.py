@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from disco_ds.cli.main import main
-from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest
+from disco_ds.data import InputSpec, Loader, Manifest, Share, load_manifest
 from helpers.paths import ROOT, TESTS
 from helpers.shards import (
     CONTEXT,
@@ -116,7 +116,9 @@ def test_truncated_shard_costs_its_lost_samples(
     for _ in range(3):
         steps.append(read_step(loader))
         read += [
-            i for batch in steps[-1].micro_batches for i in batch.index[batch.epoch == 0].tolist()
+            i
+            for batch in steps[-1].micro_batches
+            for i in batch["index"][batch["epoch"] == 0].tolist()
         ]
     loader.close()
     assert set(read) >= set(range(20))
@@ -205,11 +207,13 @@ def check_placeholders(loader: Loader, micro_batch: int) -> None:
     assert data.error
     assert len(data.micro_batches) == 2
     for batch in data.micro_batches:
-        assert batch.image.shape == (micro_batch, 3, *SPEC.size)
-        assert batch.image.dtype == torch.uint8
-        assert batch.text.shape == (micro_batch, CONTEXT)
-        assert batch.index.shape == batch.epoch.shape == (micro_batch,)
-        assert not any(value.any() for value in (batch.image, batch.text, batch.index, batch.epoch))
+        assert batch["image"].shape == (micro_batch, 3, *SPEC.size)
+        assert batch["image"].dtype == torch.uint8
+        assert batch["text"].shape == (micro_batch, CONTEXT)
+        assert batch["index"].shape == batch["epoch"].shape == (micro_batch,)
+        assert not any(
+            value.any() for value in (batch["image"], batch["text"], batch["index"], batch["epoch"])
+        )
     assert loader.state_dict() == before
 
 
@@ -288,7 +292,7 @@ def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
     loader = Loader(
         settings(),
         [manifest],
-        SampleForm(SPEC, tokenize, CONTEXT + 1, VOCAB),
+        InputSpec(SPEC, tokenize, CONTEXT + 1, VOCAB),
         Share(0, 1, 24, 12),
         0,
     )
@@ -341,7 +345,7 @@ def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> Non
 TRAINER = """
 import sys, time
 from pathlib import Path
-from disco_ds.data import SampleForm, Share, load_manifest
+from disco_ds.data import InputSpec, Share, load_manifest
 from helpers.shards import make_loader, read_rank, settings
 if __name__ == "__main__":
     loader = make_loader(load_manifest(Path(sys.argv[1])), settings(workers=1))

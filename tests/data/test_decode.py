@@ -21,7 +21,7 @@ from torchvision.transforms import functional as TF
 from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
 from disco_ds.data.captions import fill_template, pick_caption
 from disco_ds.data.errors import breaks_sample
-from disco_ds.data.images.decode import (
+from disco_ds.data.images import (
     _crop_box,
     decode_image,
     decode_pixels,

@@ -13,9 +13,9 @@ from PIL import Image
 from disco_ds.config.data import DataSettings
 from disco_ds.data import (
     ImageSpec,
+    InputSpec,
     Loader,
     Manifest,
-    SampleForm,
     Share,
     index_shards,
     load_manifest,
@@ -75,7 +75,7 @@ def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], f
     """Return (ids seen in the first epoch, broken samples and damaged shards, samples per second)."""
     settings = DataSettings(shards=str(manifest.folder), workers=workers, max_broken=0.1)
     loader = Loader(
-        settings, [manifest], SampleForm(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0
+        settings, [manifest], InputSpec(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0
     )
     seen: set[int] = set()
     broken: list[str] = []
@@ -87,8 +87,8 @@ def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], f
             assert data.error is None, data.error
             broken += data.broken + data.damaged
             (batch,) = data.micro_batches
-            assert batch.text[:, 0].tolist() == batch.index.tolist()
-            seen |= set(batch.index[batch.epoch == 0].tolist())
+            assert batch["text"][:, 0].tolist() == batch["index"].tolist()
+            seen |= set(batch["index"][batch["epoch"] == 0].tolist())
         return seen, broken, SHARDS * ENTRIES / (time.perf_counter() - start)
     finally:
         loader.close()

@@ -29,7 +29,7 @@ def read_groups(sources: Any, data: Any) -> dict[int, int]:
         step = read_step(loader)
         assert step.error is None, step.error
         for batch in step.micro_batches:
-            found |= zip(batch.index.tolist(), batch.group_id.tolist(), strict=True)
+            found |= zip(batch["index"].tolist(), batch["group_id"].tolist(), strict=True)
     loader.close()
     return found
 
@@ -50,7 +50,6 @@ def test_groups_are_samples_with_equal_captions_images_or_fields(tmp_path: Path)
     labels = {i: f"label {i % 3}" for i in ids}
     caption = {"captions": {"{json[label]}": 1.0}}
     for group_by, changes, expected in (
-        (None, {}, dict.fromkeys(ids)),
         ("{json[label]}", {}, labels),
         ("caption", caption, labels),
         ("{txt}", caption, {i: i for i in ids}),
@@ -79,7 +78,7 @@ def test_caption_means_the_text_that_is_used(tmp_path: Path) -> None:
     loader = make_loader(manifest, settings(slots=4, group_by="caption", captions=captions))
     texts: dict[int, set[str]] = {}
     for batch in read_step(loader).micro_batches:
-        for text, group_id in zip(batch.text.tolist(), batch.group_id.tolist(), strict=True):
+        for text, group_id in zip(batch["text"].tolist(), batch["group_id"].tolist(), strict=True):
             texts.setdefault(group_id, set()).add(bytes(text).rstrip(b"\0")[:5].decode())
     loader.close()
     # All samples of a group have the same text: a number or a label. Labels are cut to the length of the context.

@@ -22,7 +22,7 @@ from webdataset.tariterators import base_plus_ext
 from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
 from disco_ds.data.captions import fill_template, shorten_caption
 from disco_ds.data.errors import read_patiently, read_regular
-from disco_ds.data.images.decode import decode_image
+from disco_ds.data.images import decode_image
 from disco_ds.data.sources.tar import TarReader, split_name
 from helpers.shards import (
     encode,
@@ -107,7 +107,7 @@ def check_costs(manifest: Manifest, lost: set[int], **changes: Any) -> set[str]:
     data = read_step(loader)
     loader.close()
     assert data.error is None
-    read = {i for batch in data.micro_batches for i in batch.index.tolist()}
+    read = {i for batch in data.micro_batches for i in batch["index"].tolist()}
     assert read == set(range(manifest.num_samples)) - lost
     assert loader.broken == len(data.broken) >= len(lost)
     assert len(set(data.broken)) == len(lost)

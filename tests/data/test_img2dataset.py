@@ -24,9 +24,9 @@ import pytest
 from disco_ds.cli.main import main
 from disco_ds.config.data import DataSettings
 from disco_ds.data import (
+    InputSpec,
     Loader,
     Manifest,
-    SampleForm,
     Share,
     load_manifest,
     load_sources,
@@ -144,15 +144,15 @@ def check_training(data: DataSettings, captions: list[str]) -> None:
     (manifest,) = load_sources(data)
     assert isinstance(manifest, Manifest)
     share = Share(0, 1, manifest.num_samples, manifest.num_samples // 2)
-    loader = Loader(data, [manifest], SampleForm(SPEC, tokenize, CONTEXT, VOCAB), share, 0)
+    loader = Loader(data, [manifest], InputSpec(SPEC, tokenize, CONTEXT, VOCAB), share, 0)
     loader.start_step()
     batches = list(loader.first_pass())
     loader.close()
-    assert sorted(int(i) for batch in batches for i in batch.index) == list(
+    assert sorted(int(i) for batch in batches for i in batch["index"]) == list(
         range(manifest.num_samples)
     )
     assert loader.broken == 0
-    seen = {bytes(row[row > 0].tolist()) for batch in batches for row in batch.text}
+    seen = {bytes(row[row > 0].tolist()) for batch in batches for row in batch["text"]}
     assert seen <= {caption.encode()[:CONTEXT] for caption in captions}
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
-from disco_ds.data.pipeline.staging import count_buffers
+from disco_ds.data.batches import count_buffers
 from helpers.shards import (
     CONTEXT,
     NUM_SAMPLES,
@@ -154,7 +154,7 @@ def read_ids(manifest: Manifest, steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "K", "pixels", "workers", "most", "buffers"),
+    ("prefetch", "K", "kept_on", "workers", "most", "buffers"),
     [
         (None, 1, "device", 2, 99, 1 + 4),
         (None, 32, "device", 2, 99, 1 + 32),
@@ -166,16 +166,16 @@ def read_ids(manifest: Manifest, steps: int) -> list[torch.Tensor]:
     ],
 )
 def test_buffers_hold_a_step_ahead_within_memory(
-    prefetch: int | None, K: int, pixels: Pixels, workers: int, most: int, buffers: int
+    prefetch: int | None, K: int, kept_on: Pixels, workers: int, most: int, buffers: int
 ) -> None:
-    assert count_buffers(prefetch, K, pixels, workers, most) == buffers
+    assert count_buffers(prefetch, K, kept_on, workers, most) == buffers
 
 
-@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+@pytest.mark.parametrize("kept_on", ["device", "host", "compressed"])
 def test_step_that_is_not_read_to_its_end_is_passed_over(
-    manifest: Manifest, pixels: Pixels
+    manifest: Manifest, kept_on: Pixels
 ) -> None:
-    loader = make_loader(manifest, settings(workers=1), micro_batch=3, pixels=pixels)
+    loader = make_loader(manifest, settings(workers=1), micro_batch=3, kept_on=kept_on)
     try:
         for num_read in (0, 3, 8):
             loader.start_step()
@@ -208,7 +208,7 @@ def test_micro_batches_are_read_while_the_step_runs(manifest: Manifest, tmp_path
 
 def check_whole(batch: MicroBatch) -> None:
     """Check that nothing has overwritten the micro-batch: images, texts and ids still belong together."""
-    for image, text, index in zip(batch.image, batch.text, batch.index, strict=True):
+    for image, text, index in zip(batch["image"], batch["text"], batch["index"], strict=True):
         assert image[:, 4, 4].tolist() == list(color(int(index)))
         assert bytes(text[text > 0].tolist()) == b"%d" % index
 
@@ -222,14 +222,14 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 @pytest.mark.parametrize(("workers", "micro_batch"), [(0, 3), (2, 24), (1, 12), (2, 3)])
-@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+@pytest.mark.parametrize("kept_on", ["device", "host", "compressed"])
 def test_micro_batches_are_the_same_in_both_passes(
-    damaged: Manifest, workers: int, pixels: Pixels, micro_batch: int
+    damaged: Manifest, workers: int, kept_on: Pixels, micro_batch: int
 ) -> None:
     """Request micro-batches in GradAccum's order. Workers run ahead, but must not overwrite the micro-batch in use."""
     reference = make_loader(damaged, settings(max_broken=1.0), micro_batch=micro_batch)
     data = settings(workers=workers, max_broken=1.0)
-    loader = make_loader(damaged, data, micro_batch=micro_batch, pixels=pixels)
+    loader = make_loader(damaged, data, micro_batch=micro_batch, kept_on=kept_on)
     K = 24 // micro_batch
     try:
         for step in range(6):
@@ -240,7 +240,7 @@ def test_micro_batches_are_the_same_in_both_passes(
             passes = chain(enumerate(loader.first_pass()), enumerate(second))
             for k, batch in passes:
                 check_whole(batch)
-                assert torch.equal(batch.index, expected.index[k])
+                assert torch.equal(batch["index"], expected.index[k])
                 if k == 1:
                     time.sleep(0.02)  # let the workers run ahead
                 check_whole(batch)
@@ -254,10 +254,10 @@ def test_micro_batches_are_the_same_in_both_passes(
 
 def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None:
     places: list[tuple[Pixels, int]] = [("device", 8), ("host", 2), ("compressed", 2)]
-    for pixels, num in places:
-        loader = make_loader(manifest, settings(), micro_batch=3, pixels=pixels)
+    for kept_on, num in places:
+        loader = make_loader(manifest, settings(), micro_batch=3, kept_on=kept_on)
         loader.start_step()
-        assert len({batch.image.data_ptr() for batch in loader.first_pass()}) == num
+        assert len({batch["image"].data_ptr() for batch in loader.first_pass()}) == num
         loader.close()
 
 
@@ -267,7 +267,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
     In the first pass, it would be an ordinary data error, and black images would replace the missing ones.
     """
     loader = make_loader(
-        manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed"
+        manifest, settings(workers=1, prefetch=1), micro_batch=3, kept_on="compressed"
     )
     try:
         assert read_step(loader).error is None
@@ -276,7 +276,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
         with pytest.raises(DataError, match=r"step 1: data worker 0 of 1 \(pid \d+\) died"):
             list(loader.second_pass())
         following = read_step(loader)
-        assert not any(batch.image.any() for batch in following.micro_batches)
+        assert not any(batch["image"].any() for batch in following.micro_batches)
         assert following.error is not None
         assert "died" in following.error
         assert loader.state_dict() == before
@@ -301,7 +301,11 @@ def read_pixels(
         assert data.error is None
         for b in data.micro_batches:
             yield from zip(
-                b.index.tolist(), b.epoch.tolist(), b.image.clone(), b.text.clone(), strict=True
+                b["index"].tolist(),
+                b["epoch"].tolist(),
+                b["image"].clone(),
+                b["text"].clone(),
+                strict=True,
             )
 
 

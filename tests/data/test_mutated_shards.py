@@ -17,7 +17,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -26,8 +26,10 @@ import pytest
 import torch
 
 from disco_ds.config import DataSettings
-from disco_ds.data import BrokenSample, SampleForm, Source, index_shards, load_sources
+from disco_ds.data import BrokenSample, InputSpec, Source, index_shards, load_sources
 from disco_ds.data.errors import breaks_sample, name_broken
+from disco_ds.data.samples import SampleKey, prepare
+from disco_ds.data.sources.selection import Selection
 from helpers.shards import CONTEXT, SPEC, VOCAB, encode, noise, settings, tokenize
 
 SEED = 20_261_123
@@ -242,28 +244,25 @@ def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
 
 def read(source: Source, data: DataSettings) -> Iterator[str]:
     """Yield, for each sample, the hash of its pixels and tokens, or the report that it is broken."""
-    samples = source.open_samples(data, SampleForm(SPEC, tokenize, CONTEXT, VOCAB), 0, 1)
-    index = 0
-    try:
-        for shard, size in enumerate(source.sizes):
-            for entry in range(size):
-                try:
-                    with breaks_sample(OSError):
-                        decode, text, _ = samples.read(shard, entry, 0, index)
-                        pixels = decode()
-                    assert pixels.shape == (3, *SPEC.size)
-                    assert pixels.dtype == torch.uint8
-                    yield hashlib.sha256(
-                        pixels.numpy().tobytes() + text.numpy().tobytes()
-                    ).hexdigest()
-                except BrokenSample as error:
-                    line = name_broken(samples.name, shard, entry, error)
-                    assert line.isprintable()
-                    assert len(line.encode()) < 4000
-                    yield line
-                index += 1
-    finally:
-        samples.close()
+    spec = InputSpec(SPEC, tokenize, CONTEXT, VOCAB)
+    selection = Selection.load(data)
+    entries = [(shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size)]
+    with closing(source.open(1, 1)) as reader:
+        for index, (shard, entry) in enumerate(entries):
+            try:
+                with breaks_sample(OSError):
+                    members = selection.read(reader, shard, entry)
+                    sample = prepare(members, SampleKey(0, 0, index), data, spec)
+                pixels = sample["image"]
+                assert pixels.shape == (3, *SPEC.size)
+                assert pixels.dtype == torch.uint8
+                text = sample["text"].numpy().tobytes()
+                yield hashlib.sha256(pixels.numpy().tobytes() + text).hexdigest()
+            except BrokenSample as error:
+                line = name_broken(reader.name, shard, entry, error)
+                assert line.isprintable()
+                assert len(line.encode()) < 4000
+                yield line
 
 
 def read_csv(folder: Path, rng: random.Random) -> Iterator[str]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain, takewhile
+
 import pytest
 import torch
+from torch import Tensor
 
 from disco_ds.data import Source
-from disco_ds.data.order.counter_rng import keyed_permutation, keyed_row, keyed_uniform
-from disco_ds.data.order.mixture import mix_sources
-from disco_ds.data.order.slots import DataOrder
+from disco_ds.data.counter_rng import keyed_permutation, keyed_row, keyed_uniform, random_key
+from disco_ds.data.order import DataOrder, mix_sources
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
+
+
+def read_epoch(order: DataOrder, slot: int, epoch: int, offset: int = 0) -> list[tuple[int, int]]:
+    """Return the (shard, entry) of the samples of a slot in an epoch, from an offset on."""
+    entries = order.entries(slot, (epoch, offset), int)
+    return [
+        (each.shard, each.entry) for each in takewhile(lambda each: each.epoch == epoch, entries)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -20,15 +31,15 @@ def test_order_any_sizes_covers_every_epoch_exactly_once(sizes: list[int], slots
     order = DataOrder(sizes, slots, seed=1, window=5)
     everything = sorted((shard, entry) for shard, size in enumerate(sizes) for entry in range(size))
     for epoch in range(2 * slots):
-        lengths = [order.length(slot, epoch) for slot in range(slots)]
+        read = [read_epoch(order, slot, epoch) for slot in range(slots)]
+        lengths = [len(entries) for entries in read]
         assert max(lengths) - min(lengths) <= 1
-        read = [order.locate(slot, epoch, i) for slot in range(slots) for i in range(lengths[slot])]
-        assert sorted(read) == everything
+        assert sorted(chain(*read)) == everything
 
 
 def test_order_over_many_epochs_no_slot_drifts() -> None:
     order = DataOrder([10, 7, 6], 4, seed=0, window=8)
-    totals = [sum(order.length(slot, epoch) for epoch in range(4)) for slot in range(4)]
+    totals = [sum(len(read_epoch(order, slot, epoch)) for epoch in range(4)) for slot in range(4)]
     assert totals == [23] * 4
 
 
@@ -36,20 +47,20 @@ def test_order_is_a_function_of_its_arguments() -> None:
     def read(seed: int = 1, window: int = 5) -> list[tuple[int, int]]:
         order = DataOrder([30, 20, 30], 4, seed, window)
         return [
-            order.locate(slot, epoch, i) for epoch in (3, 0) for slot in (2, 1) for i in range(20)
+            entry for epoch in (3, 0) for slot in (2, 1) for entry in read_epoch(order, slot, epoch)
         ]
 
     assert read() == read()
     assert read() != read(seed=2)
     assert read() != read(window=4)
-    # A new order gives the same entry, so earlier calls have no influence.
-    assert DataOrder([30, 20, 30], 4, 1, 5).locate(1, 0, 7) == read()[67]
+    # A new order continues with the same entry, so earlier calls have no influence.
+    assert read_epoch(DataOrder([30, 20, 30], 4, 1, 5), 1, 0, offset=7)[0] == read()[67]
 
 
 def test_order_differs_between_epochs_and_slots() -> None:
     order = DataOrder([64], 2, seed=0, window=32)
     first = [
-        [order.locate(slot, epoch, i)[1] % 32 for i in range(32)]
+        [entry % 32 for _, entry in read_epoch(order, slot, epoch)]
         for epoch in (0, 1)
         for slot in (0, 1)
     ]
@@ -104,9 +115,13 @@ def _splitmix(*keys: int) -> int:
     return key
 
 
+def keys(seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+    return torch.tensor(list(map(partial(random_key, seed), epoch.tolist(), index.tolist())))
+
+
 def test_keyed_uniform_equals_the_algorithm_in_integers() -> None:
     epoch, index = torch.tensor([0, 5, 1]), torch.tensor([0, 7, 2**40 + 3])
-    drawn = keyed_uniform(2**63 + 11, epoch, index, 4, first=2)
+    drawn = keyed_uniform(keys(2**63 + 11, epoch, index), 4, start=2)
     for row, (e, i) in enumerate(zip(epoch.tolist(), index.tolist(), strict=True)):
         bits = [_splitmix(2**63 + 11, e, i, column) for column in range(2, 6)]
         assert drawn[row].tolist() == [(each >> 40) * 2.0**-24 for each in bits]
@@ -114,31 +129,32 @@ def test_keyed_uniform_equals_the_algorithm_in_integers() -> None:
 
 def test_keyed_numbers_stay_what_they_are() -> None:
     # If these values changed, the data order and the augmentation of every resumed run would change.
-    assert (keyed_uniform(0, torch.tensor([0]), torch.tensor([0]), 3) * 2**24).int().tolist() == [
-        [8763058, 12896813, 14429467]
-    ]
+    drawn = keyed_uniform(torch.tensor([random_key(0, 0, 0)]), 3) * 2**24
+    assert drawn.int().tolist() == [[8763058, 12896813, 14429467]]
     assert keyed_permutation(8, 1, 2, 3).tolist() == [6, 1, 3, 0, 4, 7, 5, 2]
 
 
 def test_keyed_uniform_columns_do_not_depend_on_the_request() -> None:
     epoch, index = torch.tensor([1, 2, 2]), torch.tensor([4, 4, 5])
-    whole = keyed_uniform(9, epoch, index, 40)
+    key = keys(9, epoch, index)
+    whole = keyed_uniform(key, 40)
     assert whole.dtype == torch.float32
-    assert torch.equal(whole[:, 32:], keyed_uniform(9, epoch, index, 8, first=32))
-    assert torch.equal(whole[1:2], keyed_uniform(9, epoch[1:2], index[1:2], 40))
+    assert torch.equal(whole[:, 32:], keyed_uniform(key, 8, start=32))
+    assert torch.equal(whole[1:2], keyed_uniform(key[1:2], 40))
     assert len({tuple(row.tolist()) for row in whole}) == 3
 
 
 def test_keyed_row_is_the_samples_row_of_keyed_uniform() -> None:
     epoch, index = torch.tensor([0, 3, 1]), torch.tensor([0, 2**33 + 1, 99])
     for seed in (0, 17, 2**64 - 1):
-        rows = [keyed_row(seed, int(e), int(i), 23, 4) for e, i in zip(epoch, index, strict=True)]
-        assert rows == keyed_uniform(seed, epoch, index, 23, 4).tolist()
+        key = keys(seed, epoch, index)
+        rows = [keyed_row(each, 23, 4) for each in key.tolist()]
+        assert rows == keyed_uniform(key, 23, 4).tolist()
 
 
 def test_keyed_uniform_is_uniform_and_uncorrelated() -> None:
     index = torch.arange(50_000)
-    numbers = keyed_uniform(0, torch.zeros_like(index), index, 4).double()
+    numbers = keyed_uniform(keys(0, torch.zeros_like(index), index), 4).double()
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers, bins=20, min=0, max=1)
@@ -159,7 +175,5 @@ def test_keyed_permutation_is_a_permutation_by_its_keys() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_keyed_uniform_on_the_gpu_equals_the_cpu() -> None:
-    epoch, index = torch.arange(100) % 3, torch.arange(100) * 12_345
-    assert torch.equal(
-        keyed_uniform(7, epoch, index, 12), keyed_uniform(7, epoch.cuda(), index.cuda(), 12).cpu()
-    )
+    key = keys(7, torch.arange(100) % 3, torch.arange(100) * 12_345)
+    assert torch.equal(keyed_uniform(key, 12), keyed_uniform(key.cuda(), 12).cpu())

@@ -265,7 +265,7 @@ def test_image_folder_is_a_source(tmp_path: Path) -> None:
     rows = [
         row
         for batch in step.micro_batches
-        for row in zip(batch.index, batch.image, batch.text, strict=True)
+        for row in zip(batch["index"], batch["image"], batch["text"], strict=True)
     ]
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     for index, image, text in rows:

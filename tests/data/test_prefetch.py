@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import pytest
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import DataError, Manifest
 from disco_ds.data.errors import CacheFullError
-from disco_ds.data.order.mixture import mix_sources
-from disco_ds.data.order.slots import DataOrder
+from disco_ds.data.order import DataOrder, mix_sources
 from disco_ds.data.remote.fetching import fetch_temporary, progress
 from disco_ds.data.remote.prefetch import FetchAhead
 from helpers.remote import open_cache
@@ -38,12 +38,7 @@ def shards(tmp_path: Path) -> Manifest:
 
 def read_on(order: DataOrder, slot: int, epoch: int, offset: int, num: int) -> list[int]:
     """List the shards of the slot's next `num` samples, beginning at an offset in an epoch."""
-    found = []
-    for _ in range(num):
-        epoch, offset = order.settle(slot, epoch, offset)
-        found.append(order.locate(slot, epoch, offset)[0])
-        offset += 1
-    return found
+    return [each.shard for each in islice(order.entries(slot, (epoch, offset), int), num)]
 
 
 @pytest.mark.parametrize(("slots", "window"), [(1, 1), (3, 7), (4, 1000), (8, 16), (5, 64)])
@@ -52,10 +47,9 @@ def test_upcoming_shards_are_those_read_next(slots: int, window: int) -> None:
     for slot, (epoch, offset) in itertools.product(
         range(slots), [(0, 0), (0, 9), (2, 5), (slots, 20)]
     ):
-        place = order.settle(slot, epoch, offset)
-        read = read_on(order, slot, *place, num=500)
+        read = read_on(order, slot, epoch, offset, num=500)
         promised: list[tuple[int, int]] = []
-        for away, shard in order.upcoming(slot, *place):
+        for away, shard in order.upcoming(slot, epoch, offset):
             promised.append((away, shard))
             if away > 500:
                 break

@@ -314,7 +314,7 @@ def test_item_of_a_list_changes_with_the_epoch(folder: Path) -> None:
     seen: dict[int, set[int]] = {}
     for _ in range(40):
         for micro in read_step(loader).micro_batches:
-            for index, text in zip(micro.index.tolist(), micro.text, strict=True):
+            for index, text in zip(micro["index"].tolist(), micro["text"], strict=True):
                 seen.setdefault(index, set()).add(int(text[0]))
     loader.close()
     assert all(len(letters) <= 1 + index % 4 for index, letters in seen.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from disco_ds.checkpoints.checkpoint import identity
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Source, load_sources, merge_states
-from disco_ds.data.order.mixture import mix_sources
+from disco_ds.data.order import mix_sources
 from helpers.minimal import MINIMAL
 from helpers.shards import color, make_loader, read_global, read_step, settings, write_shards
 
@@ -208,12 +209,8 @@ def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
     order = mixture.orders[0]
     read = Counter()
     for slot in range(8):
-        epoch, offset = 0, 0
-        while epoch < 8:
-            epoch, offset = order.settle(slot, epoch, offset)
-            if epoch < 8:
-                read[mixture.sample_id(0, *order.locate(slot, epoch, offset)), epoch] += 1
-            offset += 1
+        for each in takewhile(lambda each: each.epoch < 8, order.entries(slot, (0, 0), int)):
+            read[mixture.sample_id(0, each.shard, each.entry), each.epoch] += 1
     assert read == Counter({(index, epoch): 1 for index in range(3) for epoch in range(8)})
 
 

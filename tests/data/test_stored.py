@@ -20,17 +20,23 @@ from torchvision.transforms import InterpolationMode, functional
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import (
     ImageSpec,
+    InputSpec,
     Loader,
     Manifest,
-    SampleForm,
     Shard,
     Share,
     Staging,
     load_sources,
 )
 from disco_ds.data.captions import list_captions, number_caption, pick_caption
-from disco_ds.data.sources.load import find_stored
-from disco_ds.data.stored import OPERATIONS, RECORD, StoredEmbeddings, read_array, replay, unpack
+from disco_ds.data.stored import (
+    OPERATIONS,
+    RECORD,
+    StoredEmbeddings,
+    find_stored,
+    read_array,
+    replay,
+)
 from helpers.shards import CONTEXT, SPEC, VOCAB, picture, settings, tokenize, write_shards
 
 WIDTH, VIEWS = 6, 3
@@ -87,7 +93,7 @@ FIELDS = [
 
 def loader(folder: Path, stored: StoredEmbeddings, seed: int = 3, **changes: Any) -> Loader:
     data = settings(folder, crop_scale=(0.2, 1.0), **{"captions": CAPTIONS, **changes})
-    form = SampleForm(SPEC, tokenize, CONTEXT, VOCAB, stored=stored)
+    form = InputSpec(SPEC, tokenize, CONTEXT, VOCAB, stored=stored)
     sources = load_sources(data)
     teacher = TeacherSettings(image=stored.image, text=stored.text, replay=stored.replay)
     assert find_stored([data], teacher, sources) == stored
@@ -95,7 +101,7 @@ def loader(folder: Path, stored: StoredEmbeddings, seed: int = 3, **changes: Any
 
 
 def read(loader: Loader, steps: int) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """Read steps. Return (id, epoch) -> (pixels, caption, view, key, image embedding, text embedding)."""
+    """Read steps. Return (id, epoch) -> (pixels, caption, image embedding, text embedding)."""
     with closing(loader):
         return _read(loader, steps)
 
@@ -106,13 +112,12 @@ def _read(loader: Loader, steps: int) -> dict[tuple[int, int], tuple[Any, ...]]:
         data = loader.start_step()
         for batch in loader.first_pass():
             assert data.error is None, data.error
-            assert batch.stored is not None
-            view, key, embeddings = unpack(batch.stored)
-            for i, place in enumerate(zip(batch.index.tolist(), batch.epoch.tolist(), strict=True)):
-                caption = bytes(batch.text[i][batch.text[i] > 0].tolist()).decode()
-                image, text = embeddings[i].tolist()
-                pixels = batch.image[i].clone()
-                found[place] = pixels, caption, int(view[i]), int(key[i]), image, text
+            for i, place in enumerate(
+                zip(batch["index"].tolist(), batch["epoch"].tolist(), strict=True)
+            ):
+                caption = bytes(batch["text"][i][batch["text"][i] > 0].tolist()).decode()
+                image, text = (batch[f"{side}_embedding"][i].tolist() for side in ("image", "text"))
+                found[place] = batch["image"][i].clone(), caption, image, text
     return found
 
 
@@ -124,9 +129,8 @@ def test_rows_are_those_of_the_augmentation_and_the_caption(
     stored = StoredEmbeddings(image, text, None, WIDTH)
     found = read(loader(tmp_path, stored), 12)  # six epochs
     endings = set()
-    for (index, epoch), (_, caption, view, _, rows, texts) in found.items():
-        assert view == epoch % VIEWS
-        assert rows[:2] == [index, view]
+    for (index, epoch), (_, caption, rows, texts) in found.items():
+        assert rows[:2] == [index, epoch % VIEWS]
         number = {"": 0, "a": 1, "b": 2}[caption[len(str(index)) :]]
         assert texts[:2] == [index + 10, number + 10]
         endings.add(number)

@@ -30,7 +30,7 @@ def read_ids(loader: Any) -> list[int]:
     assert data.error is None, data.error
     ids = []
     for batch in data.micro_batches:
-        ids += batch.index.tolist()
+        ids += batch["index"].tolist()
     return ids
 
 
@@ -86,7 +86,7 @@ def test_two_slots_never_draw_the_same_for_a_shard(shards: Manifest) -> None:
     seen = []
     for _ in range(3 * sum(shards.sizes) // 24):
         for batch in read_step(loader).micro_batches:
-            seen += zip(batch.index.tolist(), batch.epoch.tolist(), strict=True)
+            seen += zip(batch["index"].tolist(), batch["epoch"].tolist(), strict=True)
     loader.close()
     assert len(set(seen)) == len(seen)
     assert {epoch for _, epoch in seen} >= {0, 1, 2}

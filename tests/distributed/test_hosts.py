@@ -17,7 +17,7 @@ import pytest
 
 from disco_ds.data import resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.launch.hosts import read_hostfile
+from disco_ds.launch.hosts import read_hosts
 from disco_ds.training.build import build, open_folder
 from helpers.cluster import marked, tool
 from helpers.dist import free_port, run_ranks
@@ -83,9 +83,9 @@ def test_working_directory_that_the_launcher_cannot_change_to_is_refused(
     monkeypatch.chdir(folder)
     Path("one").write_text("localhost slots=4\n")
     Path("two").write_text("first slots=1\nsecond slots=1\n")
-    assert read_hostfile(Path("one")) == {"localhost": 4}
+    assert read_hosts(Path("one"), "") == {}
     with pytest.raises(ValueError, match=r"working directory .*a folder'.*spaces"):
-        read_hostfile(Path("two"))
+        read_hosts(Path("two"), "--include second")
 
 
 # What must be the same on every host

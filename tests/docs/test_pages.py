@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disco_ds.cli.parser import make_parsers
+from disco_ds.cli.options import COMMANDS, make_parser
 from disco_ds.config import PACKAGE
 from helpers.paths import ROOT
 
@@ -99,11 +99,10 @@ def missing(command: list[str]) -> Iterator[str]:
 
 def missing_of(name: str, words: list[str]) -> Iterator[str]:
     """Yield the name of an unknown command, or the unknown options of a known one."""
-    _, commands = make_parsers()
-    if name not in commands:
+    if name not in COMMANDS:
         yield name
         return
-    known = set(re.findall(r"--[a-z-]+", commands[name].format_help()))
+    known = set(re.findall(r"--[a-z-]+", make_parser(name).format_help()))
     for word in takewhile(lambda word: word not in ("--deepspeed", "|", "&&"), words):
         if re.match(r"--[a-z]", word) and word.partition("=")[0] not in known:
             yield word

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import webdataset as wds
 from PIL import Image
 
 from disco_ds.cli.main import main
-from disco_ds.config import Config, ModelSettings, load_config
+from disco_ds.config import Config, ModelSettings
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data import DataError, ImageSpec, Loader, SampleForm, Share, Staging, load_sources
+from disco_ds.data import DataError, ImageSpec, InputSpec, Loader, Share, Staging, load_sources
+from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.recipe_checks import (
@@ -32,13 +34,14 @@ from disco_ds.doctor.recipe_checks import (
     check_kernels,
     check_start,
 )
-from disco_ds.doctor.samples import Inputs, check_samples
+from disco_ds.doctor.samples import Findings, Inputs, check_samples
 from disco_ds.doctor.versions import check_versions
 from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.training.engine import prepare
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
-from helpers.shards import encode, make_sample, noise, read_step, write_shards
+from helpers.shards import encode, noise, write_shards
 from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
@@ -224,8 +227,8 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
         ("ok", "length"),
         ("ok", "samples"),
     ]
-    assert lines[3].found.startswith("82 read, 0 broken; captions 3 to ")
-    assert lines[3].found.endswith("0% fill the context, 100% of them different")
+    assert lines[3].found.startswith("90 read, 0 broken; captions 3 to ")
+    assert lines[3].found.endswith("0% fill the context, 90 of 90 are different")
     synthetic = settings(model={"name": "quickstart"}, checkpoint={"every_steps": 50})
     assert statuses(look_at_data(synthetic)) == [
         ("ok", "data.slots"),
@@ -286,15 +289,50 @@ def test_broken_images_and_missing_captions_are_counted(tmp_path: Path) -> None:
     assert "no image under webp; the sample has png, " in line.found
 
 
-def test_rows_of_a_csv_whose_images_are_gone_fail(tmp_path: Path) -> None:
-    (tmp_path / "0.png").write_bytes(make_sample(0)["png"])
-    rows = [f"{number}.png,words {number}" for number in range(20)]
-    (tmp_path / "pairs.csv").write_text("\n".join(["file,title", *rows]))
-    lines = look_at_data(
-        data_of(tmp_path / "pairs.csv", image_key="file", captions={"{title}": 1.0})
+def write_csv(folder: Path, num: int, **changed: dict[int, Any]) -> Config:
+    """Write a csv file with `num` rows and their images. `changed`: column or "image" -> row -> value."""
+    rows = ["file,title"]
+    for number in range(num):
+        name = changed.get("file", {}).get(number, f"{number}.png")
+        rows.append(f"{name},{changed.get('title', {}).get(number, f'words {number}')}")
+        image = changed.get("image", {}).get(number, drawn(number, {})["png"])
+        (folder / f"{number}.png").write_bytes(image)
+    (folder / "pairs.csv").write_text("\n".join(rows))
+    return data_of(folder / "pairs.csv", image_key="file", captions={"{title}": 1.0})
+
+
+def test_every_row_of_a_csv_is_checked(tmp_path: Path) -> None:
+    config = write_csv(tmp_path, 900, title={number: f"same {number % 7}" for number in range(90)})
+    line = the(look_at_data(config), "samples")
+    assert (line.status, "900 rows checked and 400 read, 0 broken" in line.found) == ("ok", True)
+    assert "817 of 900 are different" in line.found
+    # An empty file, an empty caption and a missing file are in rows that are not among those that are decoded.
+    changed = {"image": {301: b""}, "title": {505: ""}, "file": {703: "gone.png"}}
+    line = the(look_at_data(write_csv(tmp_path, 900, **changed)), "samples")
+    assert (line.status, "400 read, 3 broken" in line.found) == ("warn", True)
+    assert "gone.png" in line.found
+    changed["image"] = dict.fromkeys(range(301, 321), b"")
+    line = the(look_at_data(write_csv(tmp_path, 900, **changed)), "samples")
+    assert (line.status, "400 read, 22 broken" in line.found) == ("fail", True)
+
+
+def test_one_damaged_image_in_a_hundred_is_found(tmp_path: Path) -> None:
+    def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return drawn(index, sample) | ({"png": b"damaged"} if index % 100 == 42 else {})
+
+    write_shards(tmp_path, [100] * 20, damage)
+    line = the(look_at_data(data_of(tmp_path)), "samples")
+    assert (line.status, "400 read, 0 broken" in line.found) == ("warn", False)
+
+
+def test_images_of_one_color_are_a_warning(tmp_path: Path) -> None:
+    write_shards(
+        tmp_path, [64], lambda index, sample: sample if index % 10 == 0 else drawn(index, sample)
     )
-    assert the(lines, "samples").status == "fail"
-    assert "19.png cannot be read" in the(lines, "samples").found
+    line = the(look_at_data(data_of(tmp_path)), "samples")
+    assert line.status == "warn"
+    assert "11% of the images have only one color" in line.found
+    assert "data.image_key" in line.remedy
 
 
 def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
@@ -336,6 +374,9 @@ def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: 
     (tmp_path / "manifest.json").unlink()
     whole = the(look_at_data(data_of(tmp_path, index="none")), "samples")
     assert (whole.status, "70 read, 0 broken" in whole.found) == ("ok", True)
+    uncounted = data_of(tmp_path, index="none", filter={"label": {"in": ["label 1"]}})
+    line = the(look_at_data(uncounted), "data.filter")
+    assert (line.status, line.found) == ("ok", "keeps 32.9% of the first 10,000 samples")
 
 
 def test_equal_captions_and_captions_that_fill_the_context_are_warnings(tmp_path: Path) -> None:
@@ -348,7 +389,7 @@ def test_equal_captions_and_captions_that_fill_the_context_are_warnings(tmp_path
     line = the(look_at_data(data_of(tmp_path)), "samples")
     assert line.status == "warn"
     for words in (
-        "captions 4 to 20 tokens (mean 8.0), 25% fill the context, 28% of them different",
+        "captions 4 to 20 tokens (mean 8.0), 25% fill the context, 9 of 32 are different",
         "75% of them are 'a dog'",
     ):
         assert words in line.found
@@ -371,26 +412,34 @@ def test_stored_embeddings_of_another_width_are_named(tmp_path: Path) -> None:
     assert "img.npy has a width of 6, but the width of the other samples" in lines[0].found
 
 
-def test_picture_shows_what_the_loader_delivers(tmp_path: Path) -> None:
-    """The picture shows the crop, caption and tokens that the run's first epoch has for the same samples."""
-    config = load_config(
-        "quickstart", ["data.workers=0", "data.slots=1", "data.shards=bundled:emoji/unseen"]
-    )
-    inputs = Inputs.build(config)
+@pytest.mark.parametrize("stored", [False, True])
+def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
+    """The picture shows the crop, augmentation, caption and tokens of the run's first epoch, with stored views too."""
+    file = io.BytesIO()
+    np.save(file, np.ones(4))
+    members = {"img.npy": file.getvalue(), "txt.npy": file.getvalue()}
+    write_shards(tmp_path / "data", [20], lambda index, sample: drawn(index, sample) | members)
+    config = data_of(tmp_path / "data", workers=0, slots=1, augment={"rotate_degrees": 30})
+    teacher = TeacherSettings(image="img.npy", text="txt.npy") if stored else None
+    config = config.model_copy(update={"teacher": teacher})
+    inputs, findings = Inputs.build(config), Findings()
     (source,) = load_sources(config.data)
-    _, samples = inputs.read(source, config.data, 0)
+    if teacher:
+        inputs = replace(inputs, stored=find_stored([config.data], teacher, [source]))
+    inputs.read(source, config.data, 0, findings)
     look = read_preprocessing(inputs.model)
-    spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    form = SampleForm(spec, inputs.tokenizer, *read_text_size(inputs.model))
-    loader = Loader(
-        config.data, [source], form, Share(0, 1, 155, 155), config.seed, None, Staging()
-    )
-    (batch,) = read_step(loader).micro_batches
+    image = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    spec = InputSpec(image, inputs.tokenizer, *read_text_size(inputs.model), stored=inputs.stored)
+    loader = Loader(config.data, [source], spec, Share(0, 1, 20, 20), config.seed, None, Staging())
+    loader.start_step()
+    (batch,) = loader.first_pass()
+    images = prepare(config, batch)[0]
+    rows = {index: row for row, index in enumerate(batch["index"].tolist())}
+    assert len(findings.samples) == 20
+    for sample in findings.samples:
+        assert torch.equal(batch["text"][rows[sample.id]], sample.text)
+        assert torch.allclose(images[rows[sample.id]], inputs.augment(sample), atol=1e-6)
     loader.close()
-    place = {index: row for row, index in enumerate(batch.index.tolist())}
-    for sample in samples:
-        assert torch.equal(batch.text[place[sample.id]], sample.text)
-        assert torch.equal(batch.image[place[sample.id]], sample.image)
     lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:

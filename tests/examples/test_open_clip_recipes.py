@@ -14,7 +14,7 @@ import torch
 from open_clip_train.params import parse_args
 
 from disco_ds.cli.main import main
-from disco_ds.cli.parser import make_parsers
+from disco_ds.cli.options import make_parser
 from disco_ds.config import Config, load_config
 from disco_ds.config.open_clip_flags import read_words
 from disco_ds.models.clip import register_config
@@ -82,9 +82,7 @@ def test_table_names_settings_and_options_that_exist() -> None:
         for row in reference.rows(title, model)
     }
     known |= {title.rstrip(".") for title, _ in reference.sections("", Config)}
-    known |= {
-        word for action in make_parsers()[1]["train"]._actions for word in action.option_strings
-    }
+    known |= {word for action in make_parser("train")._actions for word in action.option_strings}
     for name, row in (read_words()["flags"] | read_words()["other_words"]).items():
         assert set(row.get("ours", ())) <= known, name
         assert row, name

@@ -9,7 +9,7 @@ import torch
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
-from helpers.oracle import Answer, answer
+from helpers.oracle import Answer, answer, features
 
 TILE = {"tile": (64, 64)}  # small, so that a matrix has several tiles, some of them partial
 
@@ -59,3 +59,13 @@ def evaluate(
     assert out.metrics["loss"].item() == pytest.approx(loss, rel=1e-5)
     dI, dT = (comm.gather(grad) / (N * upstream) for grad in (mine.dI, mine.dT))
     return Answer(loss, dI, dT, ds / upstream)
+
+
+def accuracy_of_copies(name: str, **options: Any) -> float:
+    """Return the sum of both accuracies for a batch in which every rank has 40 copies of the same pair. Collective."""
+    image, text = (x.expand(40, -1) for x in features(1, 200, torch.float32, "random"))
+    loss = build_loss(name, **options)
+    loss.set_num_samples(40 * comm.size(), 1)
+    index = torch.arange(40) + 40 * comm.rank()
+    out = loss(Embeddings(image, text, torch.tensor([90.0]), -torch.ones(1), index))
+    return out.metrics["i2t_accuracy"].item() + out.metrics["t2i_accuracy"].item()

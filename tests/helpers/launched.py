@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE

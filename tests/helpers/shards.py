@@ -8,7 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from PIL import Image
 from disco_ds.config import DataSettings
 from disco_ds.data import (
     ImageSpec,
+    InputSpec,
     Loader,
     Manifest,
     MicroBatch,
-    SampleForm,
     Share,
     Source,
     Staging,
@@ -135,17 +135,17 @@ def make_loader(
         "micro_batch": batch // size // 2,
         "seed": 3,
         "tokenize": tokenize,
-        "pixels": "device",
+        "kept_on": "device",
         **changes,
     }
     return Loader(
         data,
         sources,
-        SampleForm(SPEC, options["tokenize"], CONTEXT, VOCAB),
+        InputSpec(SPEC, options["tokenize"], CONTEXT, VOCAB),
         Share(rank, size, batch, options["micro_batch"]),
         options["seed"],
         options.get("state"),
-        Staging(options["pixels"], ranks_here=options.get("ranks_here")),
+        Staging(options["kept_on"], ranks_here=options.get("ranks_here")),
     )
 
 
@@ -159,7 +159,9 @@ class Step(StepData):
 def read_step(loader: Loader) -> Step:
     """Read a step, and return copies of its micro-batches."""
     data = loader.start_step()
-    batches = [replace(b.map(torch.clone), lengths=b.lengths) for b in loader.first_pass()]
+    batches = [
+        {name: array.clone() for name, array in batch.items()} for batch in loader.first_pass()
+    ]
     return Step(**vars(data), micro_batches=batches)
 
 
@@ -172,7 +174,7 @@ def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
         step = []
         for batch in data.micro_batches:
             for image, text, index, epoch in zip(
-                batch.image, batch.text, batch.index, batch.epoch, strict=True
+                *(batch[name] for name in ("image", "text", "index", "epoch")), strict=True
             ):
                 assert image[:, 4, 4].tolist() == list(color(int(index)))
                 assert bytes(text[text > 0].tolist()) == b"%d" % index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher import runner
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
-from disco_ds.launch.hosts import narrow, read_hostfile, signal_ranks, wait_for_hosts
-from disco_ds.launch.launcher import run
+from disco_ds.launch.hosts import read_hosts, signal_ranks, wait_for_hosts, with_hosts
+from disco_ds.launch.launcher import front_end, run
 from helpers.tiny_run import recipe
 
 HOSTS = ("host-a", "user@host-b", "host-c")
@@ -34,8 +36,9 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, programs = tmp_path / "answering", tmp_path / "bin"
     for path in (folder, programs):
         path.mkdir()
-    (programs / "ssh").write_text(SSH.format(folder=folder))
-    (programs / "ssh").chmod(0o755)
+    for program in ("ssh", "pdsh"):
+        (programs / program).write_text(SSH.format(folder=folder))
+        (programs / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     for host in HOSTS:
         (folder / host).touch()
@@ -173,16 +176,59 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
     ]
     args, config = parse_args(words), load_config(recipe(tmp_path), given)
     slots = dict(zip(HOSTS, (2, 3, 2), strict=True))
-    with narrow(args, config, slots, HOSTS) as same:
+    with with_hosts(args, config, slots, HOSTS) as same:
         assert same is args
-    with narrow(args, config, slots, HOSTS[:2]) as narrowed:
-        assert read_hostfile(narrowed.hostfile) == {"host-a": 2, "user@host-b": 3}
-        assert narrowed.overrides == ["steps=3", *left]
-        assert narrowed.deepspeed == args.deepspeed
-    assert not narrowed.hostfile.exists()
-    # Without --force_multi, deepspeed would start the ranks of a single host on this one.
-    with narrow(args, config, slots, HOSTS[1:2]) as narrowed:
-        assert narrowed.deepspeed == "--master_port 1 --force_multi"
+    with with_hosts(args, config, slots, HOSTS[:2]) as fewer:
+        assert read_hosts(fewer.hostfile, "") == {"host-a": 2, "user@host-b": 3}
+        assert fewer.overrides == ["steps=3", *left]
+    assert not fewer.hostfile.exists()
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "remote"),
+    [
+        (["host-a slots=2"], "", {"host-a": 2}),
+        (["host-a slots=2", "host-c slots=4"], "--include host-c:0,2", {"host-c": 2}),
+        ([f"{HERE} slots=2", "host-c slots=4"], f"--exclude {HERE}", {"host-c": 4}),
+        (["host-a slots=2", "host-c slots=4"], "--num_nodes 1 --num_gpus 1", {"host-a": 1}),
+        (["host-a slots=2", "host-c slots=4"], "", {"host-a": 2, "host-c": 4}),
+        ([f"{HERE} slots=2", "host-c slots=4"], "--include " + HERE, {}),
+        (["localhost slots=2"], "", {}),
+        (["me@127.0.0.1 slots=2"], "", {}),
+        (["host-a slots=2"], "--no_ssh --node_rank 0", {}),
+    ],
+)
+def test_single_remote_host_is_reached_over_ssh(
+    lines: list[str],
+    options: str,
+    remote: dict[str, int],
+    tmp_path: Path,
+    answering: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Run the front end of DeepSpeed up to the command that it would start."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("\n".join(lines))
+    assert read_hosts(hostfile, options) == remote
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> None:
+        started.append(command)
+        raise InterruptedError
+
+    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+    front = f"--master_addr 10.0.0.1 --no_ssh_check {options}"
+    words = ["launch", "--config", "tiny", "--hostfile", str(hostfile), f"--deepspeed={front}"]
+    command = front_end(parse_args(words), list(remote), "launch-of-a-test-0", None)
+    with pytest.raises(InterruptedError):
+        runner.main(command[command.index("-m") + 2 :])
+    (line,) = started
+    reached = line[line.index("-w") + 1].split(",") if line[0] == "pdsh" else []
+    assert reached == list(remote)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.distributed.launcher import adopt_slurm
 from disco_ds.launch.launcher import (

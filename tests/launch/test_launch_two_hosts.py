@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
 from disco_ds.runs.run_folder import CONFIG
@@ -89,6 +90,27 @@ def test_overrides_arrive_on_both_hosts_as_typed(
         settings = load_config(run / CONFIG)
         assert settings == load_config(folder / recipe, [*typed, f"steps={STEPS}"])
         assert not (folder / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_run_on_one_other_host_starts_and_restarts_there(
+    tmp_path: Path, possible: None, marker: str
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [*cluster_recipe(folder), "ranks=1", "--restarts", "1"]
+    (folder / "hosts").write_text("host-2 slots=1")
+    run = folder / "runs" / "tiny"
+    with tool.LocalCluster(hosts=2, slots=1, timeout_s=550) as cluster:
+        machine = f"/proc/{cluster.holders['host-2'].pid}/ns/uts"
+        with cluster_launch(cluster, folder, *arguments, "--hostfile", "hosts") as process:
+            wait_for(lambda: len(records(run)) > 6, "step 7", folder)
+            rank = rank_on(marker, "host-1")  # the only rank is rank 0
+            assert os.readlink(f"/proc/{rank.pid}/ns/uts") == os.readlink(machine)
+            rank.kill()
+            assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
+            assert "launch: restart 1 of 1" in log_of(folder)
+        wait_for(lambda: not of_the_run(marker), "every process to end", folder, 20)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
 from disco_ds.losses.base import Loss
-from helpers.all_losses import LOSSES, TILED, evaluate
+from helpers.all_losses import LOSSES, TILED, accuracy_of_copies, evaluate
 from helpers.dist import run_ranks
 from helpers.fastclip_oracle import PRESETS
 from helpers.oracle import Answer, errors, features, infonce, naive
@@ -217,6 +218,18 @@ def test_accuracy_counts_both_directions():
     for name, options in LOSSES:
         metrics = build_loss(name, **options)(Embeddings(image, text, torch.tensor([10.0]))).metrics
         assert metrics["i2t_accuracy"].item() == metrics["t2i_accuracy"].item() == 0.5
+
+
+def accuracies_of_copies() -> list[str]:
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in list_losses()]
+    cases += [(name, {"precision": half}) for name, _ in TILED for half in ("fp16", "bf16")]
+    cases += [(name, options) for name, options in TILED] + [("nt_xent", {"ring": True})]
+    return [f"{name} {options}" for name, options in cases if accuracy_of_copies(name, **options)]
+
+
+def test_pairs_that_tie_with_others_count_as_wrong():
+    for failures in run_ranks(accuracies_of_copies, 2):
+        assert not failures, "\n".join(failures)
 
 
 def test_every_registered_loss_is_in_the_contract_test():

@@ -10,6 +10,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,21 +178,42 @@ def test_read_text_size_of_both_kinds_of_tower(tiny: str, tmp_path: Path) -> Non
 # Locked towers
 
 
-@pytest.mark.parametrize("kind", ["tiny", "custom_text", "quickstart", "resnet"])
-@pytest.mark.parametrize("tower", ["image", "text"])
+def write_hugging_face(folder: Path) -> str:
+    config = transformers.RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    transformers.RobertaModel(config).save_pretrained(folder / "tower")
+    path = folder / "roberta.json"
+    text = {
+        "hf_model_name": str(folder / "tower"),
+        "context_length": CONTEXT,
+        "hf_proj_type": "mlp",
+    }
+    path.write_text(json.dumps(TINY | {"text_cfg": text}))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "custom_text", "quickstart", "resnet", "hugging_face"])
+@pytest.mark.parametrize("tower", ["image", "text", "text of two views"])
 def test_lock_freezes_exactly_that_tower(tower: str, kind: str, tmp_path: Path) -> None:
-    name = {"tiny": write_tiny, "resnet": write_resnet}.get(kind, lambda _: kind)(tmp_path)
+    writers = {"tiny": write_tiny, "resnet": write_resnet, "hugging_face": write_hugging_face}
+    name = writers.get(kind, lambda _: kind)(tmp_path)
     if kind == "custom_text":
         path = tmp_path / "custom.json"
         path.write_text(json.dumps(TINY | {"custom_text": True}))
         name = str(path)
-    model = build(name, **{f"lock_{tower}": True})
+    lock = {"two_views": True} if tower == "text of two views" else {f"lock_{tower}": True}
+    model = build(name, **lock)
     names = {name for name, _ in model.named_parameters()}
     image = {name for name in names if name.startswith("visual.")}
     text = names - image - {"logit_scale"}
     assert image
     assert text
-    if kind != "custom_text":
+    if kind not in ("custom_text", "hugging_face"):
         assert {
             "text_projection",
             "positional_embedding",

@@ -22,6 +22,7 @@ from disco_ds.models.clip import (
     read_text_size,
     trained_sides,
 )
+from disco_ds.models.fast import find_counter
 from disco_ds.models.param_groups import parameter_groups
 from helpers.minimal import settings
 from helpers.own_code import disco_ds
@@ -151,6 +152,39 @@ def test_model_is_what_the_trainer_asks_for(package):
         "factory": "my_towers:build",
         "options": {"size": 16},
     }
+
+
+HEADS = """
+from open_clip.transformer import TextTransformer
+
+class WithHeads(TwoTowers):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.image_head = nn.Linear(8, 8)
+        self.text_head = nn.Linear(8, 8)
+    def encode_image(self, image):
+        return self.image_head(self.visual(image))
+    def encode_text(self, text):
+        return self.text_head(self.text(text))
+
+def with_heads():
+    text = TextTransformer(6, 128, width=16, heads=2, layers=1, output_dim=8)
+    return WithHeads(Image(), text, Tokenizer(), 6, 128, 16)
+"""
+
+
+def test_subclass_may_change_how_the_towers_are_used(package):
+    (package / "my_towers.py").write_text(CODE + HEADS)
+    model: Any = build_model(own("with_heads"))
+    image = torch.rand(4, 3, 16, 16)
+    tokens = build_tokenizer(own(), model)(["a", "bc", "def", "g"])
+    rows, columns, *_ = model(image, tokens)
+    expected = nn.functional.normalize(model.text_head(model.text(tokens)), dim=-1)
+    torch.testing.assert_close(columns, expected)
+    (rows * columns.flip(0)).sum().backward()
+    for head in (model.image_head, model.text_head):
+        assert head.weight.grad.abs().max() > 0
+    assert find_counter(model) is None, "padding must stay, because encode_text may need it"
 
 
 @pytest.mark.parametrize("side", ["image", "text"])

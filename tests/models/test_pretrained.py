@@ -237,7 +237,7 @@ def test_tokenizer_that_cannot_be_loaded_is_named_with_its_remedy(
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: str) -> None:
     model = build(tiny, **{f"lock_{side}": True}, unlocked_layers=layers)
-    theirs = open_clip.create_model(Path(tiny).stem)
+    theirs = open_clip.create_model(register_config(tiny))
     getattr(theirs, f"lock_{side}_tower")(layers)
     names = {name for name, parameter in theirs.named_parameters() if parameter.requires_grad}
     assert {
@@ -295,7 +295,7 @@ def test_size_preprocessing_and_activation_are_overridden_as_in_open_clip(tiny: 
     own = {"image_mean": look["mean"], "image_std": look["std"], **dict(list(look.items())[2:])}
     model = build(tiny, image_size=48, quick_gelu=True, **own)
     theirs = open_clip.create_model(
-        Path(tiny).stem, force_image_size=48, force_quick_gelu=True, force_preprocess_cfg=look
+        register_config(tiny), force_image_size=48, force_quick_gelu=True, force_preprocess_cfg=look
     )
     assert open_clip.get_model_preprocess_cfg(model) == open_clip.get_model_preprocess_cfg(theirs)
     assert read_preprocessing(model).size == (48, 48)

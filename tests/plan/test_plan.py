@@ -15,7 +15,7 @@ from timm.models import register_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from disco_ds.cli.dry_run import describe_run
+from disco_ds.cli.commands import describe_run
 from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings, OptimSettings, load_config, render_ds_config
 from disco_ds.losses import build_loss

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from disco_ds.checkpoints.checkpoint import read
 from disco_ds.checkpoints.weights import read_tensors
 from disco_ds.config import Config, load_config
-from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_sources, merge_states
+from disco_ds.data import ImageSpec, InputSpec, Loader, Share, load_sources, merge_states
 from disco_ds.distributed.comm import AgreedError, AskedToStopError, RefusedError
 from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
@@ -88,13 +88,13 @@ def train_plainly(config: Config) -> dict[str, Tensor]:
             take_over(before, moments, model, optimizer)
         tokenizer = build_tokenizer(settings, model)
         crop = stage.crop_scale or config.data.crop_scale
-        form = SampleForm(
+        inputs = InputSpec(
             ImageSpec(model.visual.image_size, "bicubic", "shortest"),
             tokenizer,
             *read_text_size(model),
         )
         data = config.data.model_copy(update={"crop_scale": crop})
-        loader = Loader(data, sources, form, Share(0, 1, batch, batch), config.seed, state)
+        loader = Loader(data, sources, inputs, Share(0, 1, batch, batch), config.seed, state)
         peak = config.optim.base_lr * (batch / 32_768) ** 0.5
         warmup = config.optim.warmup_steps * config.global_batch
         model.train()
@@ -105,7 +105,7 @@ def train_plainly(config: Config) -> dict[str, Tensor]:
             if samples >= warmup:
                 progress = torch.tensor((samples - warmup) / (total - warmup), dtype=torch.float64)
                 rate = peak * (1 + torch.cos(torch.pi * progress).item()) / 2
-            image, text, scale, _ = model(micro_batch.image, micro_batch.text)
+            image, text, scale, _ = model(micro_batch["image"], micro_batch["text"])
             logits = scale * image @ text.T
             labels = torch.arange(batch)
             loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from disco_ds.checkpoints.retention import list_complete
 from disco_ds.config import load_config
 from disco_ds.data import index_shards, write_manifest
-from disco_ds.data.stored import unpack
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
@@ -138,13 +137,13 @@ def formula(path: Path, to: Path) -> None:
         assert frozen is not None
         teacher = frozen.model.double()
         student = run.engine.module.double()
-        texts = batch.text if batch.teacher_text is None else batch.teacher_text
-        pixels = batch.image.double() / 255
+        texts = batch.get("teacher_text", batch["text"])
+        pixels = batch["image"].double() / 255
         resized = F.interpolate(pixels.float(), (48, 48), mode="bicubic", antialias=True)
         with torch.no_grad():
             image, text, scale, _ = teacher(resized.clamp(0, 1).double(), texts)
         y = (scale * image @ text.T).double()
-        image, text, scale, _ = student(batch.image, batch.text)
+        image, text, scale, _ = student(batch["image"], batch["text"])
         x = (scale * image @ text.T).double()
         sides = [x.log_softmax(1), x.T.log_softmax(1)]
         pairs = -sum(side.diagonal().mean() for side in sides) / 2
@@ -204,9 +203,8 @@ def stored_formula(path: Path, to: Path) -> None:
         run = start(path, ["name=stored-formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
         (batch,) = run.loader.first_pass()
-        assert batch.stored is not None
         image, text, *_ = run.towers.prepare(batch)
-        _, _, embeddings = unpack(batch.stored)
+        embeddings = torch.stack([batch["image_embedding"], batch["text_embedding"]], 1)
         targets = []
         for side in (0, 1):
             found = []

@@ -102,19 +102,19 @@ def our_batches(folder: Path, size: int) -> Iterator[Any]:
     import open_clip
 
     from disco_ds.config import DataSettings
-    from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_manifest
+    from disco_ds.data import ImageSpec, InputSpec, Loader, Share, load_manifest
 
     settings = DataSettings(
         shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0}
     )
     tokenizer = open_clip.get_tokenizer(TOKENIZER)
-    form = SampleForm(ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408)
-    loader = Loader(settings, [load_manifest(folder)], form, Share(0, 1, BATCH, BATCH), 0)
+    inputs = InputSpec(ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408)
+    loader = Loader(settings, [load_manifest(folder)], inputs, Share(0, 1, BATCH, BATCH), 0)
     try:
         while True:
             data = loader.start_step()
             (batch,) = loader.first_pass()
-            image = batch.image
+            image = batch["image"]
             if data.error:
                 raise RuntimeError(data.error)
             yield image

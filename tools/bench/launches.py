@@ -131,7 +131,7 @@ def measure(config: Config, repeats: int) -> tuple[Operations, float]:
     engine.allreduce_gradients = begin_end
 
     def prepare(batch: MicroBatch) -> tuple[Tensor, Texts, Tensor]:
-        return batch.image, Texts(batch.text, batch.lengths), batch.index
+        return batch["image"], Texts(batch["text"], batch.get("lengths")), batch["index"]
 
     towers = EngineTowers(engine, prepare)
 

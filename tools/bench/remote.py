@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ from numpy.random import default_rng
 from disco_ds.config import DataSettings
 from disco_ds.data import (
     ImageSpec,
+    InputSpec,
     Loader,
     Manifest,
-    SampleForm,
     Shard,
     Share,
     index_shards,
@@ -122,14 +123,14 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
         manifest = folder / "manifest.json"
         shape = {"slots": SLOTS, "window": WINDOW, "workers": WORKERS}
         settings = DataSettings(shards=text, manifest=manifest, remote=remote, **shape)
-        form = SampleForm(
+        inputs = InputSpec(
             ImageSpec((32, 32), "bicubic", "shortest"),
             open_clip.get_tokenizer(TOKENIZER),
             77,
             49408,
         )
         start = time.perf_counter()
-        loader = Loader(settings, load_sources(settings), form, Share(0, 1, BATCH, BATCH), 0)
+        loader = Loader(settings, load_sources(settings), inputs, Share(0, 1, BATCH, BATCH), 0)
         try:
             waited = 0.0
             for step in range(WARM_UP + STEPS):
@@ -165,8 +166,10 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
     settings = DataSettings(shards="s3://bucket/{0..1}.tar")
     slots = count_slots(settings, [source], 8)
     order = mix(settings, [source], slots, 0).orders[0]
-    places = ((slot, offset) for slot in range(slots) for offset in range(-(-batch // slots)))
-    needed = {order.locate(slot, *order.settle(slot, 0, offset))[0] for slot, offset in places}
+    entries = [
+        islice(order.entries(slot, (0, 0), int), -(-batch // slots)) for slot in range(slots)
+    ]
+    needed = {entry.shard for entry in chain(*entries)}
     total = len(needed) * gb
     return f"{slots:6} {len(needed):7} {total:14.0f} {total / 1.25:32.0f} {total / 10:8.0f}"
 

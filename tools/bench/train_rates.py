@@ -267,7 +267,7 @@ def build_step(config: Config, captions: str = "full") -> tuple[Callable[[], Any
     set_lr(engine, config.peak_lr)
 
     def prepare(batch: MicroBatch) -> tuple[Any, ...]:
-        return batch.image, Texts(batch.text, batch.lengths), batch.index
+        return batch["image"], Texts(batch["text"], batch.get("lengths")), batch["index"]
 
     return partial(train_step, engine, loss, batches, prepare, config.model.max_scale), flops
 

@@ -1,7 +1,7 @@
 """Study which batch is best for the quickstart early, midway and late in training, for InfoNCE and siglip.
 
 First, this tool trains the parents of the study: five runs of each loss, which differ in their seeds. They have a batch
-of 128 and a constant learning rate. Then `disco-ds study` branches from the parents' checkpoints after 4,096, 16,384
+of 128 and a constant learning rate. Then `batches` branches from the parents' checkpoints after 4,096, 16,384
 and 65,536 samples. Up to `--jobs` processes run at a time, each with one thread. Runs that have finished are not
 repeated by a second call. The tool prints the tables of the studies.
 
@@ -27,15 +27,15 @@ SEEDS = range(5)
 BATCH = 128
 
 
-def call(arguments: list[str], log: Path) -> None:
-    """Run a disco-ds command on the CPU, in a process with one thread, and write its output to `log`.
+def call(module: str, arguments: list[str], log: Path) -> None:
+    """Run a Python module on the CPU, in a process with one thread, and write its output to `log`.
 
     Raises:
-        subprocess.CalledProcessError: If the command fails.
+        subprocess.CalledProcessError: If the module fails.
     """
     with open(log, "w", encoding="utf-8") as file:
         subprocess.run(
-            [sys.executable, "-m", "disco_ds", *arguments],
+            [sys.executable, "-m", module, *arguments],
             env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -49,7 +49,7 @@ def train(name: str, settings: list[str], out: Path) -> None:
     if not (folder / "finished.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         arguments = ["train", "--config", "quickstart", f"name={name}", f"runs={out}", *settings]
-        call(arguments, out / f"{name}.log")
+        call("disco_ds", arguments, out / f"{name}.log")
 
 
 def train_parents(out: Path, jobs: int) -> None:
@@ -85,13 +85,12 @@ def study(name: str, samples: int, out: Path) -> str:
     """
     folder = out / f"study-{name}-{samples}"
     step = f"step-{samples // BATCH:08}"
-    arguments = ["study"]
-    arguments += [str(out / f"{name}-{seed}" / "checkpoints" / step) for seed in SEEDS]
+    arguments = [str(out / f"{name}-{seed}" / "checkpoints" / step) for seed in SEEDS]
     arguments += ["--batches", *map(str, BATCHES), "--samples", str(SAMPLES), "--out", str(folder)]
     arguments += ["--set", "eval.labeled.validation=bundled:emoji/validation"]
     arguments += ["eval.validation.validation=bundled:emoji/validation"]
     arguments += ["eval.caption_key='{json[caption]}'", "log.tensorboard=false"]
-    call(arguments, Path(f"{folder}.log"))
+    call("tools.study.batches", arguments, Path(f"{folder}.log"))
     return (folder / "study.md").read_text(encoding="utf-8")
 
 

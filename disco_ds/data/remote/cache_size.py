@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.order.slots import estimate_open_shards
+from disco_ds.data.order import estimate_open_shards
 from disco_ds.data.remote.shard_cache import DISK_SHARE, find_limit
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest

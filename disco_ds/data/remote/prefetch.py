@@ -7,14 +7,13 @@ and if it fails, the reader fetches the shard itself or reports the error.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
 from collections.abc import Sequence
 
 from disco_ds.data.errors import CacheFullError
-from disco_ds.data.order.mixture import Cursor, Mixture
+from disco_ds.data.order import Cursor, Mixture
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
@@ -52,8 +51,6 @@ class FetchAhead:
         """Start the threads if a source has anything to prefetch. They end with the process."""
         if not self._least or not any(source.open_fetcher() for source in self._sources):
             return
-        # An order caches its last results without locks, so these threads must not share it with the reader.
-        self._order = copy.deepcopy(self._order)
         self._lock = threading.Lock()
         for _ in range(_THREADS):
             threading.Thread(target=self._run, daemon=True).start()

@@ -28,7 +28,7 @@ import numpy as np
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, read_regular
-from disco_ds.data.order.slots import divide
+from disco_ds.data.order import divide
 from disco_ds.data.sources.base import Source
 
 logger = logging.getLogger(__name__)

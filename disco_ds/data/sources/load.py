@@ -4,32 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
-from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data.errors import BrokenSample, breaks_sample
-from disco_ds.data.order.mixture import Mixture, mix_sources
-from disco_ds.data.order.slots import SLOTS
-from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
+from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
 from disco_ds.data.remote.cache_size import sum_bytes
-from disco_ds.data.sources.base import SampleForm, Samples, Source, digest
+from disco_ds.data.samples import SyntheticSource
+from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
 from disco_ds.data.sources.selection import Selection, count_uids
-from disco_ds.data.sources.synthetic import SyntheticSource
-from disco_ds.data.stored import StoredEmbeddings, check_record, read_array
 from disco_ds.names import load_custom, plural
 
 _DEFAULT_BYTES = 128e9
 """The default number of slots is so small that all slots together read at most this many bytes of remote shards at a
 time."""
-_NUM_MEASURED = 10_000
-"""Maximum number of samples that are read to find the width of stored embeddings."""
 
 
 def load_sources(settings: DataSettings) -> list[Source]:
@@ -177,58 +168,3 @@ def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
     return digest(
         [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
     )
-
-
-def open_sources(
-    settings: DataSettings, sources: Sequence[Source], form: SampleForm, seed: int, num_slots: int
-) -> list[Samples]:
-    """Return the samples of each source, for a process that reads `num_slots` slots in turn."""
-    return [
-        source.open_samples(part, form, seed, num_slots)
-        for part, source in zip(settings.per_source, sources, strict=True)
-    ]
-
-
-def find_stored(
-    parts: Sequence[DataSettings], teacher: TeacherSettings, sources: Sequence[Source]
-) -> StoredEmbeddings | None:
-    """Return where a teacher's embeddings are stored, or None if the teacher is a model.
-
-    If teacher.widths is not set, the width is read from the first sample that has embeddings.
-
-    Args:
-        parts: Settings of each source.
-        teacher: Settings of the teacher.
-        sources: The sources.
-
-    Raises:
-        ValueError: If none of the first samples has embeddings, or if `disco-ds embed` computed the embeddings for
-            other settings.
-        OSError: If the first shard cannot be read.
-    """
-    if teacher.image is None or teacher.text is None:
-        return None
-    for part, source in zip(parts, sources, strict=True):
-        if isinstance(source, Manifest) and not source.urls:
-            check_record(source.folder, part)
-    form: Any = None  # members are read without it
-    width = sum(teacher.widths or ())
-    if not width:
-        width = _measure(Samples(sources[0], parts[0], form, 0, 1), teacher.image)
-    return StoredEmbeddings(teacher.image, teacher.text, teacher.replay, width)
-
-
-def _measure(samples: Samples, image: str) -> int:
-    """Return the width of the embeddings of the first sample that has them."""
-    reason = "there is no sample"
-    # A shard of data.index=none has the size 0. Its first sample is read.
-    sizes = enumerate(samples.source.sizes)
-    places = ((shard, entry) for shard, size in sizes for entry in range(size or 1))
-    with closing(samples):
-        for shard, entry in islice(places, _NUM_MEASURED):
-            try:
-                with breaks_sample(OSError):
-                    return read_array(image, samples.read_members(shard, entry), {}).shape[-1]
-            except BrokenSample as error:
-                reason = str(error)
-    raise ValueError(f"none of the first samples has stored embeddings: {reason}")

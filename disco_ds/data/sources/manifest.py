@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from disco_ds.config.data import RemoteSettings
 from disco_ds.config.text_file import write_text
-from disco_ds.data.order.slots import estimate_open_shards
+from disco_ds.data.order import estimate_open_shards
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.remote.stores import Version
 from disco_ds.data.sources.base import Source, digest

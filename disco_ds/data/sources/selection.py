@@ -20,7 +20,8 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members
-from disco_ds.data.errors import DataError, DroppedSample
+from disco_ds.data.errors import DataError, DroppedSample, breaks_sample
+from disco_ds.data.sources.base import Reader
 from disco_ds.names import load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
@@ -66,6 +67,18 @@ class Selection:
         uids = read_uids(settings.uids) if settings.uids else None
         stages = load_stages(settings.transforms) if settings.transforms else ()
         return cls(uids, settings.filter, stages)
+
+    def read(self, reader: Reader, shard: int, entry: int) -> Members:
+        """Read a sample, and select and prepare it as `apply` does.
+
+        Raises:
+            BrokenSample: If the sample cannot be used or is left out.
+            OSError: If the shard itself cannot be read.
+            Exception: Any other exception of a custom Reader. The caller treats it like BrokenSample.
+        """
+        members = reader.read(shard, entry)
+        with breaks_sample():
+            return self.apply(members, lambda: reader.name(shard, entry))
 
     def apply(self, members: Members, name: Callable[[], str]) -> Members:
         """Select and prepare a sample.

@@ -17,6 +17,7 @@ from torch import nn
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, has_fast_kernel
 from disco_ds.models.fast.blocks import Block, Patches
 from disco_ds.models.fast.texts import CutText, PackedText, can_pack, fits_kernels, is_causal, packs
+from disco_ds.models.two_towers import TwoTowers
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -46,8 +47,10 @@ def replace_parts(model: Any) -> None:
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
-    if type(text) is TextTransformer and packs(text):
-        model.text = _adopt(PackedText, text)
+    if _has_custom_encode_text(model):
+        return
+    if type(text) is TextTransformer and packs(packed := _adopt(PackedText, text)):
+        model.text = packed
     elif type(text) is HFTextEncoder:
         model.text = _adopt(CutText, text)
 
@@ -71,6 +74,8 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         found.append(f"padded texts (packing on a GPU needs {limits})")
     elif isinstance(text, CutText):
         found.append("texts cut to the longest one")
+    elif _has_custom_encode_text(model):
+        found.append("padded texts (custom encode_text)")
     else:
         known = not hasattr(text, "transformer") or can_pack(text)
         reason = "unknown blocks" if known else "padding changes the features of this tower"
@@ -83,6 +88,11 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
         found.append(f"image attention by {'Triton' if triton else 'torch'}")
     return found
+
+
+def _has_custom_encode_text(model: Any) -> bool:
+    """Return whether the model may use its text tower in another way than to pass tokens to it."""
+    return isinstance(model, TwoTowers) and type(model).encode_text is not TwoTowers.encode_text
 
 
 def _adopt(kind: type[Module], module: nn.Module) -> Module:

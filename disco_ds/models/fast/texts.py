@@ -86,7 +86,7 @@ def packs(tower: Any) -> bool:
 
     `tower` is a text tower, or an open_clip CLIP model, which contains the parts of its text tower directly.
     """
-    if not can_pack(tower):
+    if type(tower) not in (open_clip.CLIP, PackedText) or not can_pack(tower):
         return False
     return all(isinstance(block, Block) for block in tower.transformer.resblocks)
 

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from disco_ds.config import DataSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
-from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData, load_sources
+from disco_ds.data import ImageSpec, InputSpec, Loader, Share, Staging, StepData, load_sources
 from disco_ds.distributed import comm
 from disco_ds.distributed.launcher import Interrupts
 from disco_ds.losses import Embeddings, build_loss, list_losses
@@ -131,12 +131,12 @@ def loss_cases() -> Iterator[tuple[str, Case]]:
 def open_loader(global_batch: int, pixels: Pixels) -> Loader:
     """Return a loader with one real worker process. Its batches are never read, because tensors are fake."""
     data = DataSettings(source="synthetic", workers=1)
-    form = SampleForm(
+    inputs = InputSpec(
         ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY
     )
     share = Share(comm.rank(), comm.size(), global_batch, MICRO_BATCH)
     staging = Staging(pixels, "cuda")
-    return Loader(data, load_sources(data), form, share, 0, None, staging, count_tokens)
+    return Loader(data, load_sources(data), inputs, share, 0, None, staging, count_tokens)
 
 
 def count_tokens(text: Tensor) -> Any:
@@ -293,7 +293,7 @@ def stray_case(host: Host, where: str) -> None:
     on_device = partial(prepare, training.config)
     training.run.towers.prepare = lambda batch: (
         on_device(batch)[0],
-        batch.text.cpu(),
+        batch["text"].cpu(),
         on_device(batch)[2],
     )
     training.step()

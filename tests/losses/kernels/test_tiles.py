@@ -27,6 +27,7 @@ from disco_ds.losses.kernels import (
 )
 from disco_ds.losses.kernels.availability import uses_triton
 from disco_ds.losses.kernels.tiles import PLANNED_MULTIPROCESSORS, TILE_BYTES, Tile, written_shape
+from helpers.all_losses import accuracy_of_copies
 from helpers.dist import run_ranks
 from helpers.oracle import features
 from tools.check import kernels
@@ -185,7 +186,9 @@ def losses() -> list[str]:
             # On a CPU, torch rounds the weights to bf16, and Triton keeps them in the fp32 of the factors.
             if not max(wrong) <= (2**-8 if "precision" in options else 3e-6):
                 failures.append(f"{name} {options} on {N}: {wrong}")
-    return failures
+    names = ("disco_fused", "inf_cl", "siglip", "nt_xent", "fastclip_v2")
+    copies = [name for name in names if accuracy_of_copies(name, impl="triton", tile=(64, 64))]
+    return failures + [f"{name}: a copy of a pair does not tie with it" for name in copies]
 
 
 def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -> list[Tensor]:

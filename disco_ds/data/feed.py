@@ -17,22 +17,20 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from disco_ds.data.pipeline.shared_batches import SharedBatches
-from disco_ds.data.pipeline.step_data import MicroBatch
-from disco_ds.data.pipeline.worker import Part
-from disco_ds.data.pipeline.worker_process import InProcess, Worker
+from disco_ds.data.batches import MicroBatch, SharedBatches
+from disco_ds.data.worker import RowReport
+from disco_ds.data.worker_process import InProcess, Worker
 
 Producer = Worker | InProcess
 """A worker process or, without workers, the trainer's own process. Each producer fills some rows of every buffer."""
 
 
 @dataclass
-class Upload:
+class DeviceCopy:
     """A micro-batch that is being copied to the device."""
 
     number: int
@@ -40,8 +38,8 @@ class Upload:
     batch: MicroBatch
     event: Any
     """Device event that marks the end of the copy."""
-    parts: Sequence[Part]
-    """Each producer's report on the rows that it has written into the buffer. Empty if the buffer is copied again."""
+    reports: Sequence[RowReport]
+    """What each producer has reported on the rows that it wrote into the buffer. Empty for a repeated copy."""
 
 
 class Feed:
@@ -65,15 +63,17 @@ class Feed:
         # On a CPU, streams do nothing.
         self._streams = torch.get_device_module(device)
         self._stream = self._streams.Stream()
-        allocate = partial(torch.empty_like, device=device)
-        self._on_device = deque(batches[0].map(allocate) for _ in range(on_device))
+        self._on_device = deque(
+            {name: torch.empty_like(array, device=device) for name, array in batches[0].items()}
+            for _ in range(on_device)
+        )
         """Buffers on the device. The first one is overwritten next."""
         if device.type == "cuda":
             batches.pin()
         self._granted: deque[int] = deque()
         """Numbers of the granted buffers, in the order in which they are filled."""
-        self._next: Upload | Exception | None = None
-        """The upload or error that look_ahead has received, to be returned or raised by the next call of `take`."""
+        self._next: DeviceCopy | Exception | None = None
+        """The copy or error that look_ahead has received, to be returned or raised by the next call of `take`."""
         self._copied_at: dict[int, Any] = {}
         """For each buffer, the event that marks the end of its latest copy."""
         self._released: list[int] = []
@@ -81,8 +81,8 @@ class Feed:
         for number in range(len(batches)):
             self._grant(number)
 
-    def take(self) -> Upload:
-        """Wait until all producers have filled the next buffer, and return its upload to the device.
+    def take(self) -> DeviceCopy:
+        """Wait until all producers have filled the next buffer, and return its copy to the device.
 
         The buffer on the host does not change until `release` is called.
 
@@ -90,10 +90,10 @@ class Feed:
             Exception: Any exception that `Producer.receive` raises.
         """
         # An error that occurred in look_ahead is raised here, where the trainer expects it.
-        upload, self._next = self._next or self._receive(), None
-        if isinstance(upload, Exception):
-            raise upload
-        return upload
+        copy, self._next = self._next or self._receive(), None
+        if isinstance(copy, Exception):
+            raise copy
+        return copy
 
     def look_ahead(self) -> None:
         """Grant released buffers whose copies are done, and start to copy the next decoded micro-batch. Never waits."""
@@ -101,23 +101,24 @@ class Feed:
         if self._next is None and self._is_ready():
             self._next = self._receive()
 
-    def upload(self, number: int, parts: Sequence[Part] = ()) -> Upload:
-        """Start copying a buffer to the device, where it overwrites the micro-batch that was uploaded longest ago."""
+    def start_copy(self, number: int, reports: Sequence[RowReport] = ()) -> DeviceCopy:
+        """Start copying a buffer to the device, where it overwrites the oldest micro-batch there."""
         batch = self._on_device[0]
         self._on_device.rotate(-1)
         # The current stream may still be reading the micro-batch that is overwritten.
         self._stream.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._stream):
-            batch.copy_(self._batches[number])
+            for name, array in self._batches[number].items():
+                batch[name].copy_(array, non_blocking=True)
             event = self._streams.Event()
             event.record()
         self._copied_at[number] = event
-        return Upload(number, batch, event, parts)
+        return DeviceCopy(number, batch, event, reports)
 
-    def arrive(self, upload: Upload) -> MicroBatch:
-        """Return the uploaded micro-batch. The current stream waits for the copy; the host does not."""
-        self._streams.current_stream().wait_event(upload.event)
-        return upload.batch
+    def arrive(self, copy: DeviceCopy) -> MicroBatch:
+        """Return the copied micro-batch. The current stream waits for the copy; the host does not."""
+        self._streams.current_stream().wait_event(copy.event)
+        return copy.batch
 
     def release(self, number: int) -> None:
         """Allow a host buffer to be filled again once it has been copied."""
@@ -134,14 +135,14 @@ class Feed:
     def _is_ready(self) -> bool:
         return all(producer.is_ready() for producer in self._producers)
 
-    def _receive(self) -> Upload | Exception:
-        """Wait for the next buffer, and return its upload or the exception that was raised meanwhile."""
+    def _receive(self) -> DeviceCopy | Exception:
+        """Wait for the next buffer, and return its copy or the exception that was raised meanwhile."""
         try:
             if not self._is_ready():
                 # The producers may be waiting for a free buffer.
                 self._grant_copied(wait=True)
             number = self._granted.popleft()
-            return self.upload(number, [producer.receive() for producer in self._producers])
+            return self.start_copy(number, [producer.receive() for producer in self._producers])
         except Exception as error:
             return error
 

@@ -41,35 +41,36 @@ _FACTOR_1 = _signed(0xBF58_476D_1CE4_E5B9)
 _FACTOR_2 = _signed(0x94D0_49BB_1331_11EB)
 
 
-def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
+def random_key(seed: int, epoch: int, index: int) -> int:
+    """Return the key, an int64, that determines the random numbers of sample `index` in an epoch."""
+    return _signed(reduce(_absorb_int, (epoch, index), seed))
+
+
+def keyed_uniform(key: Tensor, num: int, start: int = 0) -> Tensor:
     """Draw a row of uniform random numbers for each sample.
 
     A row has infinitely many columns, of which this function returns `num`. The value in each column is fixed: it does
-    not depend on `num` or `first`.
+    not depend on `num` or `start`.
 
     Args:
-        seed: Any integer.
-        epoch: Epoch of each sample, [m] int64.
-        index: Sample ids, [m] int64, on the same device as `epoch`.
+        key: The result of random_key for each sample, [m] int64.
         num: Number of columns to return.
-        first: The first column to return.
+        start: The first column to return.
 
     Returns:
         [m, num] fp32 in [0, 1), multiples of 2**-24, bitwise equal on CPU and GPU.
 
     Source: Steele, Lea, Flood 2014, splitmix64.
     """
-    key = _absorb(_absorb(torch.full_like(index, _signed(seed)), epoch), index)
-    columns = torch.arange(first, first + num, dtype=torch.int64, device=index.device)
-    bits = _absorb(key[:, None], columns[None, :])
+    columns = torch.arange(start, start + num, dtype=torch.int64, device=key.device)
+    bits = _mix(_mix(key)[:, None] + (columns + 1) * _GAMMA)
     # Keep the upper 24 bits, because fp32 represents 24 bits exactly.
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
-def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> list[float]:
+def keyed_row(key: int, num: int, start: int = 0) -> list[float]:
     """Return the same numbers as keyed_uniform for a single sample, but without tensors, which is faster."""
-    key = _absorb_int(_absorb_int(seed, epoch), index)
-    columns = range(first, first + num)
+    columns = range(start, start + num)
     return [(_absorb_int(key, column) >> 40) * 2.0**-24 for column in columns]
 
 
@@ -83,17 +84,15 @@ def keyed_permutation(num: int, *keys: int) -> np.ndarray:
 
     numpy's permutations may differ between versions of numpy; this one is always the same.
     """
-    key = torch.tensor([_signed(keyed_int(*keys))])
-    return torch.argsort(_absorb(key, torch.arange(num)), stable=True).numpy()
-
-
-def _absorb(key: Tensor, value: Tensor) -> Tensor:
-    """Add `value` to the chain of keys. int64 multiplication wraps around, as the algorithm requires."""
-    return _mix(_mix(key) + (value + 1) * _GAMMA)
+    key = torch.tensor(_signed(keyed_int(*keys)))
+    # int64 multiplication wraps around, as the algorithm requires.
+    bits = _mix(_mix(key) + (torch.arange(num) + 1) * _GAMMA)
+    return torch.argsort(bits, stable=True).numpy()
 
 
 def _absorb_int(key: int, value: int) -> int:
-    return _mix_int(_mix_int(key) + (value + 1) * _GAMMA)
+    """Add `value` to the chain of keys."""
+    return _mix_int(_mix_int(key) + (value + 1) * GOLDEN)
 
 
 def _mix(x: Tensor) -> Tensor:

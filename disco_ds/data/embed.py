@@ -2,6 +2,8 @@
 
 Every rank writes some of the shards, and no rank waits for another. A shard has a temporary name until it is complete,
 so a command that was interrupted and is run again writes only the shards that are missing.
+
+This module gets the teacher as a module, because this package does not import models.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import json
 import logging
 import os
 import re
+import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,102 +26,48 @@ import numpy as np
 import torch
 import webdataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from disco_ds.config import Config
+from disco_ds.config.data import DataSettings
 from disco_ds.config.text_file import write_text
-from disco_ds.data import augment, index_shards, load_sources, write_manifest
-from disco_ds.data.captions import Members, find_group, list_captions, shorten_caption
-from disco_ds.data.errors import BrokenSample, DataError, DroppedSample, breaks_sample
-from disco_ds.data.images.decode import (
-    NUM_CROP_NUMBERS,
-    decode_image,
-    find_image,
-    resize_for_evaluation,
+from disco_ds.data.captions import Members, list_captions, shorten_caption
+from disco_ds.data.counter_rng import keyed_row
+from disco_ds.data.errors import (
+    BrokenSample,
+    DataError,
+    DroppedSample,
+    breaks_sample,
+    name_broken,
+    refuse_broken,
 )
-from disco_ds.data.order.counter_rng import keyed_row
-from disco_ds.data.sources.base import Samples, Source
-from disco_ds.data.stored import RECORD, VIEW_SEED, describe_views
-from disco_ds.distributed import comm
-from disco_ds.eval.model import read_form
+from disco_ds.data.images import NUM_CROP_NUMBERS, augment, find_image
+from disco_ds.data.samples import InputSpec, decode_crop
+from disco_ds.data.sequential import map_in_threads
+from disco_ds.data.sources.base import Source, digest
+from disco_ds.data.sources.counting import index_shards
+from disco_ds.data.sources.load import load_sources
+from disco_ds.data.sources.manifest import Manifest, write_manifest
+from disco_ds.data.sources.selection import Selection
+from disco_ds.data.stored import RECORD, describe_views, find_view_key
 
 IMAGE, TEXT = "img.npy", "txt.npy"
 """Names of the sample members that store the embeddings of the image and of the captions."""
-_SPARE_BROKEN = 16
-"""Number of broken samples that are tolerated in addition to the fraction data.max_broken."""
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
 """Matches a member name that can be the extension of a file in a tar shard."""
 logger = logging.getLogger(__name__)
 
 
 class _Inputs(NamedTuple):
-    """A sample's members, and the teacher's inputs.
-
-    The arrays are not tensors, because a data worker would open a file for each tensor that it sends.
-    """
-
-    members: Members
-    images: np.ndarray
-    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image."""
-    key: int
-    """Hash of the image. It replaces the sample's id as the key of the augmentation's random numbers."""
-    tokens: np.ndarray
-    """The tokens of the sample's captions, a row for each caption."""
-
-
-class _Item(NamedTuple):
-    """What was read for a sample."""
+    """A sample's members, and the teacher's inputs."""
 
     name: str
-    inputs: _Inputs | None = None
-    """None if the sample is left out."""
-    broken: str | None = None
-    """The reason why the sample is broken; None if it is intact, even if it is left out (DroppedSample)."""
-
-
-@dataclass(frozen=True)
-class _Items(Dataset):  # type: ignore[type-arg]
-    """The samples of the shards that this rank writes, in order."""
-
-    samples: Samples
-    places: list[tuple[int, int]]
-    """For each sample: the number of its shard, and its position in the shard."""
-    views: int
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, number: int) -> _Item:
-        shard, entry = self.places[number]
-        name = f"{shard:06d}/{entry:06d}"
-        samples, settings = self.samples, self.samples.settings
-        try:
-            with breaks_sample(OSError):
-                raw = samples.reader.read(shard, entry)
-                name = samples.name(shard, entry)
-            with breaks_sample():
-                members = samples.select(raw, shard, entry)
-                data = find_image(members, settings.image_key)
-                captions = list_captions(settings.captions, members)
-                if not captions:
-                    raise BrokenSample("no template of data.captions can be filled")
-                key = find_group("image", members, "", data)
-                if self.views:
-                    rows = [
-                        keyed_row(VIEW_SEED, view, key, NUM_CROP_NUMBERS)
-                        for view in range(self.views)
-                    ]
-                    images = torch.stack([samples.decode(data, row) for row in rows])
-                else:
-                    image = decode_image(data, settings.max_pixels)
-                    images = resize_for_evaluation(image, samples.form.image)[None]
-                tokens = samples.form.tokenize([shorten_caption(text) for text in captions])
-        except DroppedSample:
-            return _Item(name)
-        except BrokenSample as error:
-            return _Item(name, broken=str(error))
-        return _Item(name, _Inputs(raw, images.numpy(), key, tokens.numpy()))
+    members: Members
+    images: Tensor
+    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image."""
+    keys: list[int]
+    """The key of the random numbers of each view."""
+    tokens: Tensor
+    """The tokens of the sample's captions, a row for each caption."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +75,17 @@ class Embedder:
     """Computes and stores the embeddings of the samples of one source.
 
     Args:
-        config: The recipe.
+        settings: Settings of the data.
+        spec: What the teacher expects of a sample.
         model: The teacher, on this rank's device, in eval mode and in the precision of the recipe.
-        tokenizer: The teacher's tokenizer.
         identity: Name and digest of the teacher, which are recorded in the folder.
         views: Number of augmentations of each image. 0: resize the image as in evaluation instead.
         batch: Maximum number of images, or of texts, in a forward pass.
     """
 
-    config: Config
+    settings: DataSettings
+    spec: InputSpec
     model: nn.Module
-    tokenizer: Any
     identity: dict[str, Any]
     views: int
     batch: int
@@ -154,7 +104,7 @@ class Embedder:
             DataError: If too many samples are broken.
             OSError: If a shard cannot be read or written.
         """
-        data = self.config.data
+        data = self.settings
         if data.sources or data.source == "synthetic" or data.index == "none":
             raise ValueError(
                 "embed reads one source of counted samples: set data.shards instead of data.sources, and "
@@ -164,29 +114,30 @@ class Embedder:
         folder.mkdir(parents=True, exist_ok=True)
         self._record(folder, source)
         paths = [folder / f"{shard:06d}.tar" for shard in range(len(source.sizes))]
-        mine = [shard for shard in range(rank, len(paths), size) if not paths[shard].exists()]
-        form = read_form(self.model, self.tokenizer)
-        with (
-            closing(source.open_samples(data, form, VIEW_SEED, 1)) as samples,
-            closing(self._embed_shards(samples, mine)) as embedded,
-        ):
-            for shard in mine:
+        missing = [shard for shard in range(rank, len(paths), size) if not paths[shard].exists()]
+        with closing(self._embed_shards(source, missing)) as embedded:
+            for shard in missing:
                 _write_shard(paths[shard], islice(embedded, source.sizes[shard]))
         if all(path.exists() for path in paths):
             write_manifest(index_shards(folder))
 
     def _record(self, folder: Path, source: Source) -> None:
-        """Record the teacher, the data and the augmentation settings in the folder.
+        """Record the teacher, the data and the settings in the folder.
 
         If an earlier command has recorded them, check that they have not changed.
 
         Raises:
             ValueError: If they have changed, or if the folder has shards but no record.
         """
+        data = self.settings
+        # Shards of equal names and counts may contain other samples.
+        shards = source.shards if isinstance(source, Manifest) else ()
         record = {
             "teacher": self.identity,
-            "data": source.fingerprint,
-            **describe_views(self.config.data, self.views),
+            "data": digest([source.fingerprint, shards]),
+            **data.model_dump(mode="json", include={"source", "options", "uids", "filter"}),
+            "shards": data.shards and os.path.abspath(data.shards),
+            **describe_views(data, self.views),
         }
         path = folder / RECORD
         if not path.exists():
@@ -203,43 +154,77 @@ class Embedder:
                     f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
                 )
 
+    def _read(
+        self, source: Source, shards: Sequence[int]
+    ) -> Generator[_Inputs | str | None, None, None]:
+        """Yield the teacher's inputs for each sample of some shards, in order.
+
+        For a broken sample, yield its name and the reason; for another sample that is left out, yield None.
+        """
+        settings = self.settings
+        if not self.views:
+            settings = settings.model_copy(update={"crop_scale": None})
+        selection = Selection.load(settings)
+        lock = threading.Lock()  # a reader is not thread-safe
+
+        def load(position: tuple[int, int]) -> _Inputs | str | None:
+            try:
+                with lock, breaks_sample(OSError):
+                    raw = reader.read(*position)
+                    name = reader.name(*position)
+                    members = selection.apply(raw, lambda: name)
+                with breaks_sample():
+                    picture = find_image(members, settings.image_key)
+                    captions = list_captions(settings.captions, members)
+                    if not captions:
+                        raise BrokenSample("no template of data.captions can be filled")
+                    keys = [find_view_key(picture, view) for view in range(self.views)]
+                    crops = [keyed_row(key, NUM_CROP_NUMBERS) for key in keys] or [[]]
+                    images = [
+                        decode_crop(picture, settings, self.spec.image, crop) for crop in crops
+                    ]
+                    tokens = self.spec.tokenize([shorten_caption(text) for text in captions])
+                return _Inputs(name, raw, torch.stack(images), keys, tokens)
+            except DroppedSample:
+                return None
+            except BrokenSample as error:
+                with lock:
+                    return name_broken(reader.name, *position, error)
+
+        threads = settings.workers or max(len(os.sched_getaffinity(0)) - 1, 1)
+        positions = ((shard, entry) for shard in shards for entry in range(source.sizes[shard]))
+        with (
+            closing(source.open(1, settings.window)) as reader,
+            closing(map_in_threads(load, positions, threads)) as samples,
+        ):
+            yield from samples
+
     def _embed_shards(
-        self, samples: Samples, shards: Sequence[int]
-    ) -> Generator[tuple[str, Members] | None]:
+        self, source: Source, shards: Sequence[int]
+    ) -> Generator[tuple[str, Members] | None, None, None]:
         """Yield the name, the members and the embeddings of each sample of some shards, in order.
 
         For a sample that is left out, yield None.
         """
-        sizes = samples.source.sizes
-        places = [(shard, entry) for shard in shards for entry in range(sizes[shard])]
-        workers = self.config.data.workers
-        if workers is None:
-            workers = max(len(os.sched_getaffinity(0)) - 1, 1)
-        loader = DataLoader(
-            _Items(samples, places, self.views),
-            batch_size=max(1, self.batch // max(self.views, 1)),
-            num_workers=workers,
-            collate_fn=list,
-            multiprocessing_context="forkserver" if workers else None,
-        )
-        most = self.config.data.max_broken
+        last = deque[str](maxlen=5)
         num_read = num_broken = 0
-        with tqdm(total=len(places), unit=" samples", unit_scale=True) as bar:
-            for items in loader:
-                embeddings = self._embed([item.inputs for item in items if item.inputs])
+        total = sum(source.sizes[shard] for shard in shards)
+        with (
+            closing(self._read(source, shards)) as samples,
+            tqdm(total=total, unit=" samples", unit_scale=True) as bar,
+        ):
+            while items := list(islice(samples, max(1, self.batch // max(self.views, 1)))):
+                embeddings = self._embed([item for item in items if isinstance(item, _Inputs)])
                 bar.update(len(items))
                 for item in items:
                     num_read += 1
-                    if item.broken is not None:
+                    if isinstance(item, str):
                         num_broken += 1
-                        logger.warning("left out: %s: %s", item.name, item.broken)
-                    if num_broken > _SPARE_BROKEN + most * num_read:
-                        raise DataError(
-                            f"{num_broken} of {num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
-                            f"fraction data.max_broken={most:g}"
-                        )
-                    if item.inputs:
-                        yield item.name, {**item.inputs.members, **next(embeddings)}
+                        last.append(item)
+                        logger.warning("left out: %s", item)
+                        refuse_broken(num_broken, num_read, self.settings.max_broken, last)
+                    if isinstance(item, _Inputs):
+                        yield item.name, {**item.members, **next(embeddings)}
                     else:
                         yield None
 
@@ -252,21 +237,19 @@ class Embedder:
         """
         if not samples:
             return
-        device = comm.local_device()
-        images = torch.from_numpy(np.concatenate([each.images for each in samples])).to(device)
+        device = next(self.model.parameters()).device
+        images = torch.cat([sample.images for sample in samples]).to(device)
         if self.views:
-            views = torch.arange(self.views, device=device).repeat(len(samples))
-            keys = torch.tensor([each.key for each in samples], device=device)
-            keys = keys.repeat_interleave(self.views)
-            images = augment(images, views, keys, VIEW_SEED, self.config.data.augment)
-        text = torch.from_numpy(np.concatenate([each.tokens for each in samples])).to(device)
+            keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
+            images = augment(images, keys, self.settings.augment)
+        text = torch.cat([sample.tokens for sample in samples]).to(device)
         rows = torch.cat([self.model(image=x)[0] for x in images.split(self.batch)])
         texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)])
-        found = rows.float().cpu(), texts.float().cpu()
-        if not all(torch.isfinite(x).all() for x in found):
+        embeddings = rows.float().cpu(), texts.float().cpu()
+        if not all(torch.isfinite(x).all() for x in embeddings):
             raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
-        images_of = found[0].split([len(each.images) for each in samples])
-        texts_of = found[1].split([len(each.tokens) for each in samples])
+        images_of = embeddings[0].split([len(sample.images) for sample in samples])
+        texts_of = embeddings[1].split([len(sample.tokens) for sample in samples])
         for image, caption in zip(images_of, texts_of, strict=True):
             yield {IMAGE: _pack(image if self.views else image[0]), TEXT: _pack(caption)}
 

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -27,9 +27,8 @@ import torch
 from torch.multiprocessing import get_context
 
 from disco_ds.data.errors import DataError, printable
-from disco_ds.data.pipeline.worker import Job, Part, produce_parts
 from disco_ds.data.remote.fetching import progress
-from disco_ds.data.sources.base import Source
+from disco_ds.data.worker import RowReport, WorkerSpec, produce_reports
 
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are sent to whole process groups. Workers block these signals, because the trainer stops its workers."""
@@ -38,9 +37,10 @@ _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class InProcess:
     """A producer that decodes in the trainer's own process, when `receive` is called."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         self._buffers: deque[int] = deque()
-        self._parts = produce_parts(job, self._buffers.popleft)
+        self._reports = produce_reports(spec, self._buffers.popleft)
+        self.close = self._reports.close
 
     def grant(self, number: int) -> None:
         """Allow this producer to fill buffer `number`, after all buffers that were granted earlier."""
@@ -50,9 +50,9 @@ class InProcess:
         """Return False, because `receive` always has to decode."""
         return False
 
-    def receive(self) -> Part:
+    def receive(self) -> RowReport:
         """Fill the rows of the next buffer."""
-        return next(self._parts)
+        return next(self._reports)
 
 
 class Worker:
@@ -62,22 +62,21 @@ class Worker:
     Spawning would import torch and the tokenizer's package in every worker (5 s of CPU time) instead of once per rank.
 
     Args:
-        job: What the process reads and writes.
+        spec: What the process reads and writes.
         timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
-        preload: Module that the fork server imports before it starts workers.
-        sources: The sources of the samples. Messages use their names for samples.
     """
 
-    def __init__(self, job: Job, timeout_s: float, preload: str, sources: Sequence[Source]) -> None:
-        self._name = f"data worker {job.worker} of {job.num_workers}"
-        self._sources = sources
+    def __init__(self, spec: WorkerSpec, timeout_s: float) -> None:
+        self._name = f"data worker {spec.worker} of {spec.num_workers}"
+        self._sources = spec.sources
         self._timeout_s = timeout_s
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, preload])
+        # The fork server imports the tokenizer's module before it starts workers.
+        context.set_forkserver_preload([__name__, spec.inputs.tokenize.__module__])
         self._connection, theirs = context.Pipe()
         self._at = context.RawArray("q", [-1, -1, -1, 0])
-        job = replace(job, at=self._at)
-        self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
+        spec = replace(spec, at=self._at)
+        self._process = context.Process(target=_main, args=(spec, theirs), daemon=True)
         with _block_signals(), _hide_main():
             self._process.start()
         theirs.close()
@@ -101,7 +100,7 @@ class Worker:
         """Return whether `receive` would return without waiting."""
         return self._connection.poll()
 
-    def receive(self) -> Part:
+    def receive(self) -> RowReport:
         """Wait for the worker's report on the next buffer.
 
         Raises:
@@ -173,7 +172,7 @@ def _hide_main() -> Iterator[None]:
         main.update(hidden)
 
 
-def _main(job: Job, connection: Connection) -> None:
+def _main(spec: WorkerSpec, connection: Connection) -> None:
     """Run a worker: fill each granted buffer and report on it. After an error, send its description and return."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -181,15 +180,15 @@ def _main(job: Job, connection: Connection) -> None:
     torch.set_num_threads(1)
     # Ignore PIL's warnings, because they are about flaws in images that PIL can still read.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    progress.count = job.at
+    progress.count = spec.at
     granted: SimpleQueue[int] = SimpleQueue()
     # A thread receives the grants. Otherwise, if both processes filled the connection, each would wait for the other.
     threading.Thread(target=_receive_grants, args=(connection, granted), daemon=True).start()
     # The trainer may close the connection at any time.
     with suppress(ConnectionError):
         try:
-            for part in produce_parts(job, granted.get):
-                connection.send(part)
+            for report in produce_reports(spec, granted.get):
+                connection.send(report)
         except Exception as error:
             connection.send(describe_error(error))
 

@@ -1,8 +1,14 @@
-"""Conversion of an encoded image into a tensor.
+"""Images: decoding and resizing on the host, and random augmentation of a batch on the device where the batch is.
 
 The result of every function here depends only on the bytes, settings and random numbers that are passed to it. Callers
-wrap the calls in errors.breaks_sample, which turns the decoders' errors into BrokenSample.
+of the decoding functions wrap the calls in errors.breaks_sample, which turns the decoders' errors into BrokenSample.
+
+Alternatives considered for augmentation: torchvision. It draws from the process's global random generator and processes
+one image at a time. Here, each image has its own random numbers, the whole batch is processed together, and nothing is
+read back to the host. Both passes of GradAccum (training/grad_accum.py) see the same pixels.
 """
+
+# Symbols in shapes: m images of H x W pixels.
 
 from __future__ import annotations
 
@@ -10,8 +16,9 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import BytesIO
+from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +29,9 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from torch import Tensor
 from torch.nn import functional as F
 
+from disco_ds.config.data import AugmentSettings
 from disco_ds.data.captions import Members, Picture
+from disco_ds.data.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform
 from disco_ds.data.errors import BrokenSample
 
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
@@ -42,6 +51,12 @@ _SIGNATURES = {
     b"MM\0*": "a TIFF",
 }
 """First bytes of the formats that PIL may open."""
+_UNSUPPORTED = {
+    b"\0\0\0\x0cjP  ": "JPEG 2000",
+    b"\xff\x4f\xff\x51": "JPEG 2000",
+    b"\0\0\1\0": "ICO",
+}
+"""First bytes of other image formats."""
 # Disable PIL's limit on the number of pixels, because PIL decodes images of up to twice its limit with only a warning.
 # decode_image checks data.max_pixels instead.
 Image.MAX_IMAGE_PIXELS = None
@@ -53,6 +68,16 @@ NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""
+
+_NUM_COLUMNS = 10
+"""Number of random numbers per image and view for rotation, zoom, shift, and the scale and offset of each channel."""
+_NUM_COLOR_COLUMNS = 64
+"""Number of random numbers per image and view that are reserved for color jitter."""
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+ORDERS = tuple(permutations(range(4)))
+"""All orders in which the four color changes can be applied. Each image draws one of these orders at random."""
+COLUMNS = 7
+"""Number of random numbers per image for colors: whether to jitter, four strengths, the order, whether to turn gray."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +138,9 @@ def _describe(data: bytes) -> str:
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):
             return f"it begins like {name}, but is cut off or damaged"
+    for signature, name in _UNSUPPORTED.items():
+        if data.startswith(signature):
+            return f"it is {name}, which is not supported; convert it to JPEG or PNG"
     if not data:
         return "it is empty"
     if data[4:8] == b"ftyp":
@@ -257,3 +285,134 @@ def _crop_box(
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
+
+
+def augment(image: Tensor, key: Tensor, settings: AugmentSettings, view: int = 0) -> Tensor:
+    """Rotate, zoom and shift each image, scale and offset its channels, and jitter its colors.
+
+    Args:
+        image: [m, 3, H, W] uint8.
+        key: Keys of the random numbers (counter_rng.random_key), [m] int64, on the same device as `image`.
+        settings: Which augmentations to apply, and how strongly.
+        view: Index of the view that is augmented. Each view uses different random numbers.
+
+    Returns:
+        [m, 3, H, W] fp32 in [0, 1], even under autocast. Areas that were outside the original image are white. If the
+        settings enable no augmentation, returns `image` itself, in uint8.
+    """
+    if settings == AugmentSettings():
+        return image
+    height, width = image.shape[2:]
+    with torch.autocast(device_type=image.device.type, enabled=False):
+        pixels = image.to(torch.float32) / 255
+        # [m, 10] in [-1, 1): rotation, zoom, shift in x and y, three channel factors, three channel offsets.
+        drawn = 2 * keyed_uniform(key, _NUM_COLUMNS, AUGMENT_COLUMN + view * _NUM_COLUMNS) - 1
+        if settings.rotate_degrees or settings.zoom or settings.shift:
+            grid = _grid(drawn, settings, height, width)
+            # grid_sample fills areas outside its input with 0. Inverting the image before and after makes them white.
+            pixels = 1 - F.grid_sample(1 - pixels, grid, padding_mode="zeros", align_corners=False)
+        factor = 1 + settings.color_scale * drawn[:, 4:7, None, None]
+        offset = settings.color_offset * drawn[:, 7:10, None, None]
+        pixels = (pixels * factor + offset).clamp(0, 1)
+        drawn = keyed_uniform(key, COLUMNS, COLOR_COLUMN + view * _NUM_COLOR_COLUMNS)
+        return jitter_colors(pixels, drawn, settings)
+
+
+def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:
+    """Return the input position of each output pixel, [m, H, W, 2] in grid_sample's coordinates (align_corners=False).
+
+    This does not use affine_grid, which is a matrix multiplication: with TF32, its rounding errors reach a tenth of a
+    pixel.
+    """
+    angle = math.radians(settings.rotate_degrees) * drawn[:, 0]
+    zoom = 1 + settings.zoom * drawn[:, 1]
+    cos = (torch.cos(angle) / zoom)[:, None, None]
+    sin = (torch.sin(angle) / zoom)[:, None, None]
+    # The image is 2 units wide and 2 units high in these coordinates, so a shift, given as a fraction, is doubled.
+    shift = 2 * settings.shift * drawn[:, 2:4, None, None]
+    x = _centers(width, drawn)[None, None, :] - shift[:, 0]
+    y = _centers(height, drawn)[None, :, None] - shift[:, 1]
+    from_x = cos * x + sin * (height / width) * y
+    from_y = cos * y - sin * (width / height) * x
+    return torch.stack([from_x, from_y], dim=-1)
+
+
+def _centers(side: int, like: Tensor) -> Tensor:
+    return (2 * torch.arange(side, device=like.device, dtype=like.dtype) + 1) / side - 1
+
+
+def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> Tensor:
+    """Jitter the colors of each image like torchvision.transforms.ColorJitter, and convert some images to gray.
+
+    Args:
+        pixels: [m, 3, H, W] fp32 in [0, 1].
+        drawn: Random numbers, [m, COLUMNS], uniform in [0, 1).
+        settings: Strengths and probabilities.
+
+    Returns:
+        [m, 3, H, W] fp32 in [0, 1].
+    """
+    # columns[:, k] has the shape [m, 1, 1, 1], which broadcasts over the pixels of each image.
+    columns = drawn[:, :, None, None, None]
+    if any(settings.color_jitter):
+        applied = columns[:, 0] < settings.color_jitter_prob
+        strength = _constant(settings.color_jitter, drawn.device).view(-1, 1, 1, 1)
+        # As in torchvision, the factor is never negative, even if the strength is above 1.
+        low = (1 - strength).clamp(min=0)
+        factors = low + (1 + strength - low) * columns[:, 1:5]
+        factors = torch.where(applied[:, None], factors, 1)
+        orders = _constant(ORDERS, drawn.device)
+        for change in orders[(len(ORDERS) * columns[:, 5]).long()].unbind(-1):
+            pixels = _change(pixels, change, factors.gather(1, change[:, None])[:, 0])
+    return torch.where(columns[:, 6] < settings.gray_scale_prob, _gray(pixels), pixels)
+
+
+def _change(pixels: Tensor, change: Tensor, factor: Tensor) -> Tensor:
+    """Change the brightness, contrast, saturation or hue of each image.
+
+    Args:
+        pixels: [m, 3, H, W] fp32 in [0, 1].
+        change: Which property to change in each image, such as BRIGHTNESS, [m, 1, 1, 1].
+        factor: How much to change it, [m, 1, 1, 1]. A factor of 1 changes nothing.
+    """
+    gray = _gray(pixels)
+    # The mean is computed in fp64, so that its fp32 value does not depend on the number of images in the batch.
+    mean = gray.mean((1, 2, 3), keepdim=True, dtype=torch.float64).to(gray.dtype)
+    # Brightness mixes the image with black, contrast with its mean gray, and saturation with its grayscale version.
+    other = torch.where(change == SATURATION, gray, (change == CONTRAST) * mean)
+    mixed = (factor * pixels + (1 - factor) * other).clamp(0, 1)
+    return torch.where(change == HUE, _turn_hue(pixels, factor[:, 0] - 1), mixed)
+
+
+def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the hue of each image in HSV space.
+
+    Args:
+        pixels: [m, 3, H, W] fp32 in [0, 1].
+        turns: Angles as fractions of the full color circle, [m, 1, 1].
+    """
+    red, green, blue = pixels.unbind(1)
+    value = pixels.amax(1)
+    chroma = value - pixels.amin(1)
+    divisor = torch.where(chroma > 0, chroma, 1)
+    # The hue is measured in sixths of a turn: red is 0, green 2, blue 4.
+    from_blue = 4 + (red - green) / divisor
+    from_green = 2 + (blue - red) / divisor
+    from_red = (green - blue) / divisor
+    hue = torch.where(value == green, from_green, from_blue)
+    hue = torch.where(value == red, from_red, hue) + 6 * turns
+    offset = _constant((5.0, 3.0, 1.0), pixels.device)[:, None, None]
+    k = (hue[:, None] + offset) % 6
+    return value[:, None] - chroma[:, None] * torch.minimum(k, 4 - k).clamp(0, 1)
+
+
+@cache
+def _constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Return the values as a tensor. It is cached, because copying values to the device makes the host wait."""
+    return torch.tensor(values, device=device)
+
+
+def _gray(pixels: Tensor) -> Tensor:
+    """Convert to grayscale with torchvision's channel weights; return [m, 1, H, W]."""
+    red, green, blue = pixels.unbind(1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue)[:, None]

@@ -1,31 +1,48 @@
-"""Sequential reading for evaluation: every sample is read once, in the order of sample ids, without augmentation."""
+"""Sequential reading: every sample is read once, in the order of sample ids. For evaluation and `disco-ds embed`."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from itertools import islice
+from typing import TypeVar
 
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, name_broken
-from disco_ds.data.images.decode import ImageSpec, decode_image, find_image, resize_for_evaluation
+from disco_ds.data.images import ImageSpec, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 THREADS = 4
-"""Number of decoding threads. Threads help because PIL releases the GIL while it decodes and resizes."""
-_AHEAD = 16
-"""Maximum number of samples in the decoding queue, to limit memory."""
-
+"""Number of decoding threads. Threads help because the decoders release the GIL."""
 logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_in_threads(
+    function: Callable[[T], R], items: Iterable[T], threads: int
+) -> Generator[R, None, None]:
+    """Yield function(item) for each item, in order. The function is called in threads, a few items ahead."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            # A short queue limits memory.
+            if len(waiting) > 4 * threads:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
 def read_all(
@@ -57,7 +74,8 @@ def read_all(
     # All lost samples of a damaged shard have the same text.
     warn_once = cache(logger.warning)
 
-    def load(shard: int, entry: int, index: int) -> tuple[Tensor, str, int] | None:
+    def load(position: tuple[int, int, int]) -> tuple[Tensor, str, int] | None:
+        shard, entry, index = position
         try:
             with breaks_sample(OSError), lock:
                 members = reader.read(shard, entry)
@@ -70,15 +88,10 @@ def read_all(
                 warn_once("%s", name_broken(reader.name, shard, entry, error))
             return None
 
-    with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:
-        waiting: deque[Future[tuple[Tensor, str, int] | None]] = deque()
-        for place in islice(_places(source), rank, None, size):
-            waiting.append(pool.submit(load, *place))
-            if len(waiting) > _AHEAD and (sample := waiting.popleft().result()):
-                yield sample
-        for future in waiting:
-            if sample := future.result():
-                yield sample
+    with closing(source.open(num_slots=1, window=1)) as reader:
+        positions = islice(_list_positions(source), rank, None, size)
+        with closing(map_in_threads(load, positions, THREADS)) as samples:
+            yield from filter(None, samples)
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
@@ -93,7 +106,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     wanted = list_fields(label_template)
     labels: list[str | None] = []
     with closing(manifest.open()) as reader:
-        for shard, entry, _ in _places(manifest):
+        for shard, entry, _ in _list_positions(manifest):
             try:
                 with breaks_sample(OSError):
                     labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
@@ -102,7 +115,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     return labels
 
 
-def _places(source: Source) -> Iterator[tuple[int, int, int]]:
+def _list_positions(source: Source) -> Iterator[tuple[int, int, int]]:
     """Yield (shard, entry, sample id) for every sample."""
     index = 0
     for shard, samples in enumerate(source.sizes):

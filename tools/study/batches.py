@@ -1,4 +1,11 @@
-"""`disco-ds study`: compare global batches by training branches of checkpoints on the same number of samples."""
+"""Compare global batches by training branches of checkpoints on the same number of samples.
+
+Parents that differ in their seeds give the results standard errors:
+
+    python -m tools.study.batches runs/seed-0 runs/seed-1 --batches 128 512 2048 --samples 65536
+
+Exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was stopped by a signal.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,15 +24,14 @@ from numpy.typing import NDArray
 
 from disco_ds.checkpoints.changes import MAY_BE_ALLOWED, is_within
 from disco_ds.checkpoints.retention import find_latest, read_meta
-from disco_ds.cli import train
-from disco_ds.cli.parser import parse_args
+from disco_ds.cli.main import main as disco_ds
 from disco_ds.config import load_config
 from disco_ds.config.text_file import write_text
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG, FINISHED, split_resume
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
+    """Train the branches that are not finished, and write the results.
 
     Returns:
         Exit code 0: done. Otherwise the exit code of the branch that failed or was stopped.
@@ -53,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if args.print:
             print(shlex.join(["disco-ds", *arguments]))
             continue
-        if not finished.exists() and (code := train.run(parse_args(arguments))):
+        if not finished.exists() and (code := disco_ds(arguments)):
             return code
         reached.append(json.loads(finished.read_text(encoding="utf-8")))
     if args.print:
@@ -184,3 +191,67 @@ def find_errors(values: NDArray[Any]) -> NDArray[Any]:
     """Return the standard errors of the means over axis 1; 0 if this axis has only one value."""
     count = values.shape[1]
     return values.std(axis=1, ddof=min(count - 1, 1)) / math.sqrt(count)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, and run the study. A mistake in them is one line and exit code 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parents", nargs="+", metavar="RUN", help="run folders or checkpoints, one for each seed"
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=int,
+        required=True,
+        metavar="B",
+        help="global batches to compare",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of samples in each branch, a multiple of every batch",
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[0.5, 1.0, 2.0],
+        metavar="X",
+        help="factors to try at each batch; the learning rate is X times the parent's peak rate times "
+        "sqrt(batch / the parent's batch) (default: 0.5 1 2)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings of all branches, such as eval.validation.NAME=SHARDS",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/study"),
+        metavar="FOLDER",
+        help="folder for the branches and the results (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="prepare the branches and print a command for each, without training; when the commands are "
+        "done, run the study again without --print",
+    )
+    try:
+        return run(parser.parse_args(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`disco-ds study` of 2 checkpoints x 2 global batches x 2 learning rates, as one command and as separate commands."""
+"""`tools.study.batches` of 2 checkpoints x 2 batches x 2 learning rates, as one command and as separate commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy
 import pytest
 
 from disco_ds.cli.main import main
-from disco_ds.cli.study import report
 from disco_ds.config import load_config
 from disco_ds.run import run_training
 from helpers.launched import records
 from helpers.tiny_run import recipe
+from tools.study.batches import main as study
+from tools.study.batches import report
 
 EVAL = {
     "validation": {"unseen": "bundled:emoji/unseen"},
@@ -35,24 +36,24 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
         changes: dict[str, Any] = {"name": f"seed-{seed}", "seed": seed, "eval": EVAL}
         run_training(load_config(recipe(tmp_path, steps=3, **changes)))
     monkeypatch.chdir(tmp_path)
-    words = "study runs/seed-0 runs/seed-1 --batches 32 16 --rates 0.5 2 --out out --samples"
-    assert main([*words.split(), "70"]) == 2
+    words = "runs/seed-0 runs/seed-1 --batches 32 16 --rates 0.5 2 --out out --samples"
+    assert study([*words.split(), "70"]) == 2
     assert "nearest: 64" in capsys.readouterr().err
-    assert main([*words.split(), "64", "--print"]) == 0
+    assert study([*words.split(), "64", "--print"]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert len(commands) == 8
-    assert main([*words.split(), "64", "--print", "--set", "optim.schedule=cosine"]) == 0
+    assert study([*words.split(), "64", "--print", "--set", "optim.schedule=cosine"]) == 0
     assert capsys.readouterr().out.count("optim.schedule=") == 8
-    assert main(["study", "runs/seed-0", "runs/seed-0", *words.split()[3:], "64"]) == 2
+    assert study(["runs/seed-0", "runs/seed-0", *words.split()[2:], "64"]) == 2
     assert "folder named seed-0" in capsys.readouterr().err
     # Train one branch as a scheduler would, and stop another one after its first step.
     assert main(commands[0][1:]) == 0
     cut = ["samples=80" if word == "samples=112" else word for word in commands[5][1:]]
     assert main(cut) == 0
     (Path(cut[cut.index("--resume") + 1]) / "finished.json").unlink()
-    assert main([*words.split(), "64"]) == 0
+    assert study([*words.split(), "64"]) == 0
     assert "Largest batch whose loss is at most two standard errors" in capsys.readouterr().out
-    assert main([*words.split(), "128"]) == 2
+    assert study([*words.split(), "128"]) == 2
     assert "another --out" in capsys.readouterr().err
     for batch in (16, 32):
         for seed in range(2):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,25 +23,26 @@ import torch
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.batches import (
+    MicroBatch,
+    Share,
+    SharedBatches,
+    Staging,
+    StepData,
+    count_buffers,
+    count_bytes,
+    count_on_device,
+)
 from disco_ds.data.errors import DataError
-from disco_ds.data.order.mixture import Cursor
-from disco_ds.data.order.slots import Share
-from disco_ds.data.pipeline.feed import Feed, Upload
-from disco_ds.data.pipeline.shared_batches import SharedBatches, count_bytes, lay_out
-from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device
-from disco_ds.data.pipeline.step_data import MicroBatch, StepData
-from disco_ds.data.pipeline.worker import Job
-from disco_ds.data.pipeline.worker_process import InProcess, Worker, describe_error
+from disco_ds.data.feed import DeviceCopy, Feed
+from disco_ds.data.order import Cursor
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.prefetch import FetchAhead
-from disco_ds.data.sources.base import SampleForm, Source
-from disco_ds.data.sources.load import (
-    count_epoch,
-    count_slots,
-    fingerprint,
-    mix,
-    open_sources,
-)
+from disco_ds.data.samples import InputSpec, declare_arrays
+from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.load import count_epoch, count_slots, fingerprint, mix
+from disco_ds.data.worker import WorkerSpec
+from disco_ds.data.worker_process import InProcess, Worker, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,10 @@ class _Position:
 
 
 class Loader:
-    """Reads a rank's micro-batches, step by step, in the order that order/slots.py and order/mixture.py define.
+    """Reads a rank's micro-batches, step by step, in the order that order.py defines.
 
     A micro-batch is read when it is first requested. GradAccum (training/grad_accum.py) passes over the micro-batches
-    of a step twice; the second pass omits the last one. `staging.pixels` selects where images are kept between the
+    of a step twice; the second pass omits the last one. `staging.kept_on` selects where images are kept between the
     two passes:
 
     - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
@@ -78,7 +79,7 @@ class Loader:
     Args:
         settings: Settings of the data.
         sources: The sources that load_sources returned.
-        form: The image size and tokens that the model expects.
+        inputs: The image size and tokens that the model expects.
         share: This rank's share of every global batch.
         seed: Seed of the data order.
         state: Position to resume from, as merge_states returns it. The run that saved it may have had any number of
@@ -96,7 +97,7 @@ class Loader:
         self,
         settings: DataSettings,
         sources: Sequence[Source],
-        form: SampleForm,
+        inputs: InputSpec,
         share: Share,
         seed: int,
         state: dict[str, Any] | None = None,
@@ -145,63 +146,56 @@ class Loader:
         self._error: str | None = None
         self._share = share
         self._num_parts = share.num_micro_batches
-        self._pixels, self._device = staging.pixels, torch.device(staging.device)
+        self._kept_on, self._device = staging.kept_on, torch.device(staging.device)
         self._data = StepData()
         """The record of the current step's data."""
         self._num_unread = 0
         """Number of micro-batches of this step that the first pass has not read yet."""
         self._kept: list[MicroBatch] = []
-        """If pixels is "device": this step's micro-batches."""
+        """If images are kept on the device: this step's micro-batches."""
         self._held: list[int] = []
-        """If pixels is "host": numbers of the buffers that contain the current step's micro-batches."""
-        self._uploads: dict[int, Upload] = {}
-        """If pixels is "host": copies that have been started for the second pass, keyed by micro-batch number."""
+        """If images are kept on the host: numbers of the buffers that contain the current step's micro-batches."""
+        self._copies: dict[int, DeviceCopy] = {}
+        """If images are kept on the host: copies that have been started for the second pass, by micro-batch number."""
         self._num_to_repeat = 0
-        """If pixels is "compressed": number of micro-batches of this step that must be decoded a second time."""
+        """If images are kept compressed: number of micro-batches of this step that must be decoded a second time."""
         self._resources = ExitStack()
 
         # By default, one core is reserved for the trainer.
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
-        self._context = form.context_length
-        self._stored = form.stored is not None
-        layout = lay_out(share.micro_batch, form.image.size, form.row_length)
-        most = int(staging.most_bytes // count_bytes(layout))
-        num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
+        arrays = declare_arrays(settings, inputs)
+        most = int(staging.most_bytes // (share.micro_batch * count_bytes(arrays)))
+        num = count_buffers(settings.prefetch, self._num_parts, staging.kept_on, num_workers, most)
         # The buffers are allocated first, because the workers inherit them.
-        self._batches = SharedBatches(num, layout)
+        self._batches = SharedBatches(num, share.micro_batch, arrays)
         self._resources.callback(self._batches.close)
-        per_worker = -(-len(slots) // max(1, num_workers))
-        job = Job(
-            samples=open_sources(settings, sources, form, seed, per_worker),
+        spec = WorkerSpec(
+            sources=sources,
             order=order,
             settings=settings,
+            inputs=inputs,
+            seed=seed,
             share=share,
             slots=slots,
             cursor=self._position.cursor,
             # The number of positions p < samples with p % size == rank.
-            first=(self._position.samples + share.size - 1 - share.rank) // share.size,
-            decode_twice=staging.pixels == "compressed",
+            first_sample=(self._position.samples + share.size - 1 - share.rank) // share.size,
+            decode_twice=staging.kept_on == "compressed",
             batches=self._batches,
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
-        for samples in job.samples:
-            self._resources.callback(samples.close)
         workers = [
-            Worker(
-                replace(job, worker=number, num_workers=num_workers),
-                settings.worker_timeout_s,
-                form.tokenize.__module__,
-                sources,
-            )
+            Worker(replace(spec, worker=number, num_workers=num_workers), settings.worker_timeout_s)
             for number in range(num_workers)
         ]
-        for worker in workers:
-            self._resources.callback(worker.close)
         self.worker_pids = [worker.pid for worker in workers]
-        on_device = count_on_device(self._num_parts, staging.pixels)
-        self._feed = Feed(self._batches, workers or [InProcess(job)], self._device, on_device)
+        producers: Sequence[Worker | InProcess] = workers or [InProcess(spec)]
+        for producer in producers:
+            self._resources.callback(producer.close)
+        on_device = count_on_device(self._num_parts, staging.kept_on)
+        self._feed = Feed(self._batches, producers, self._device, on_device)
         self._resources.callback(self._feed.close)
 
     @property
@@ -235,13 +229,14 @@ class Loader:
         self._data = StepData(error=self._error, text=[] if keep_text else None)
         self._num_unread = self._num_parts
         # The workers decode every micro-batch twice, except the last one.
-        self._num_to_repeat = self._num_parts - 1 if self._pixels == "compressed" else 0
+        self._num_to_repeat = self._num_parts - 1 if self._kept_on == "compressed" else 0
         return self._data
 
     def first_pass(self) -> Iterator[MicroBatch]:
         """Read this step's micro-batches. Each one is read when it is requested.
 
-        A micro-batch is valid until the next one is requested or, if pixels is "device", until the next step starts.
+        A micro-batch is valid until the next one is requested or, if images are kept on the device, until the next step
+        starts.
 
         This raises no error. After an error, the rest of this step and all later steps consist of placeholders, and
         StepData.error is set.
@@ -249,7 +244,7 @@ class Loader:
         while self._num_unread:
             batch = self._read()
             self._num_unread -= 1
-            if self._pixels == "device":
+            if self._kept_on == "device":
                 self._kept.append(batch)
             yield batch
 
@@ -263,10 +258,10 @@ class Loader:
                 the loss of this step was computed from the real samples.
         """
         for k in range(self._num_parts - 1):
-            if self._pixels == "device":
+            if self._kept_on == "device":
                 yield self._kept[k]
-            elif self._pixels == "host":
-                yield self._upload_again(k)
+            elif self._kept_on == "host":
+                yield self._copy_again(k)
             else:
                 yield self._decode_again()
 
@@ -297,28 +292,28 @@ class Loader:
         self._data.error = self._error
         return self._placeholder
 
-    def _take(self) -> Upload:
-        """Wait for the next upload, and record the waiting time."""
+    def _take(self) -> DeviceCopy:
+        """Wait for the next micro-batch, and record the waiting time."""
         start = time.perf_counter()
         try:
             return self._feed.take()
         finally:
             self._data.wait_s += time.perf_counter() - start
 
-    def _accept(self, upload: Upload) -> MicroBatch:
-        """Record an upload of the first pass, and return its micro-batch."""
-        data, number = self._data, upload.number
-        data.index.append(self._batches[number].index.clone())
+    def _accept(self, copy: DeviceCopy) -> MicroBatch:
+        """Record a micro-batch of the first pass, and return it."""
+        data, on_host = self._data, self._batches[copy.number]
+        data.index.append(on_host["index"].clone())
         if data.text is not None:
-            data.text.append(self._batches[number].text[:, : self._context].clone())
-        batch = self._arrive(upload)
-        if batch.lengths is not None:
-            data.num_tokens += int(batch.lengths.sum())
-        for part in upload.parts:
-            data.cursor.update(part.cursor)
-            data.broken += part.broken
-            data.dropped += part.dropped
-            for damaged in part.damaged:
+            data.text.append(on_host["text"].clone())
+        batch = self._arrive(copy)
+        if "lengths" in batch:
+            data.num_tokens += int(batch["lengths"].sum())
+        for report in copy.reports:
+            data.cursor.update(report.cursor)
+            data.broken += report.broken
+            data.dropped += report.dropped
+            for damaged in report.damaged:
                 # Several workers may read the same shard.
                 if damaged not in self._damaged:
                     self._damaged.add(damaged)
@@ -334,24 +329,24 @@ class Loader:
                 position.dropped + data.dropped,
                 position.cursor | data.cursor,
             )
-        if self._pixels == "host":
-            self._held.append(number)
+        if self._kept_on == "host":
+            self._held.append(copy.number)
             # After the last micro-batch, start the second pass, which begins with micro-batch 0.
-            self._upload_ahead(0 if is_last else None)
+            self._copy_ahead(0 if is_last else None)
         else:
-            self._recycle(number)
+            self._recycle(copy.number)
         return batch
 
-    def _arrive(self, upload: Upload) -> MicroBatch:
-        """Return an uploaded micro-batch, with the number of tokens of each text if they are counted."""
-        batch = self._split(self._feed.arrive(upload))
+    def _arrive(self, copy: DeviceCopy) -> MicroBatch:
+        """Return a copied micro-batch, with the number of tokens of each text if they are counted."""
+        batch = self._feed.arrive(copy)
         if self._count_tokens is None:
             return batch
-        lengths = self._count_tokens(self._batches[upload.number].text[:, : self._context])
+        lengths = self._count_tokens(self._batches[copy.number]["text"])
         self._num_texts += len(lengths)
         self._num_tokens += int(lengths.sum())
         self._mean_tokens = float(lengths.mean())
-        return replace(batch, lengths=lengths)
+        return {**batch, "lengths": lengths}
 
     def describe_long_texts(self) -> str | None:
         """Describe the texts of the latest micro-batch, if they are longer than usual. Otherwise, return None."""
@@ -363,27 +358,20 @@ class Loader:
             f"with {usual:.1f} so far; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
         )
 
-    def _split(self, batch: MicroBatch) -> MicroBatch:
-        """Split the rows of `batch.text` into the model's tokens and the teacher's tokens or packed embeddings."""
-        text, others = batch.text[:, : self._context], batch.text[:, self._context :]
-        if self._stored:
-            return replace(batch, text=text, stored=others)
-        return replace(batch, text=text, teacher_text=others if others.shape[1] else None)
-
     def _recycle(self, number: int) -> None:
         """Release a host buffer, and start copying the next micro-batch if it is decoded."""
         self._feed.release(number)
         self._feed.look_ahead()
 
-    def _upload_again(self, k: int) -> MicroBatch:
+    def _copy_again(self, k: int) -> MicroBatch:
         """Return micro-batch k a second time, from its buffer on the host."""
         if self._error is not None:
             return self._placeholder
-        upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
-        self._upload_ahead(k + 1)
-        return self._arrive(upload)
+        copy = self._copies.pop(k, None) or self._feed.start_copy(self._held[k])
+        self._copy_ahead(k + 1)
+        return self._arrive(copy)
 
-    def _upload_ahead(self, k: int | None) -> None:
+    def _copy_ahead(self, k: int | None) -> None:
         """Start copying the micro-batch that will be requested next.
 
         Args:
@@ -391,19 +379,19 @@ class Loader:
         """
         # GradAccum keeps the autograd graph of the last micro-batch, so it does not request that micro-batch again.
         if k is not None and k < self._num_parts - 1:
-            self._uploads = {k: self._feed.upload(self._held[k])}
+            self._copies = {k: self._feed.start_copy(self._held[k])}
         else:
             self._feed.look_ahead()
 
     def _decode_again(self) -> MicroBatch:
         """Return the next micro-batch that the workers have decoded a second time. Raises DataError if that fails."""
         try:
-            upload = self._take()
+            copy = self._take()
         except Exception as error:
             raise DataError(self._describe(error, self._position.steps)) from None
         self._num_to_repeat -= 1
-        batch = self._arrive(upload)
-        self._recycle(upload.number)
+        batch = self._arrive(copy)
+        self._recycle(copy.number)
         return batch
 
     def _finish_step(self) -> None:
@@ -418,14 +406,15 @@ class Loader:
                 self._decode_again()
         except DataError as error:
             self._error = str(error)
-        self._held, self._kept, self._uploads = [], [], {}
+        self._held, self._kept, self._copies = [], [], {}
 
     def _describe(self, error: Exception, step: int) -> str:
         return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
-        return self._split(self._batches[0].map(partial(torch.zeros_like, device=self._device)))
+        arrays = self._batches[0].items()
+        return {name: torch.zeros_like(array, device=self._device) for name, array in arrays}
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -441,7 +430,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"the ranks' data positions differ in {', '.join(differing)}; they must be from the same step "
             "of the same run"
         )
-    cursor = {stream: place for state in states for stream, place in state["cursor"].items()}
+    cursor = {stream: position for state in states for stream, position in state["cursor"].items()}
     num_streams = first["slots"] * first["sources"]
     if len(cursor) != num_streams:
         raise ValueError(

@@ -17,7 +17,7 @@ from disco_ds.cli.main import main
 from disco_ds.config import load_config
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import read_manifest
-from disco_ds.data.stored import unpack
+from disco_ds.data.stored import find_view_key
 from disco_ds.training.build import build
 from helpers.dist import run_ranks
 from helpers.shards import picture, write_shards
@@ -78,19 +78,18 @@ def features_of_training(path: Path, to: Path) -> list[float]:
         state = torch.load(path.parent / "teacher.pt", weights_only=True)
         del state["logit_scale"]  # its shape differs in this package
         model.load_state_dict(state, strict=False)
+        keys = {find_view_key(picture(i), view): view for i in range(20) for view in range(3)}
         views = set()
         for _ in range(6):
             data = run.loader.start_step()
             for batch in run.loader.first_pass():
                 assert data.error is None, data.error
-                assert batch.stored is not None
-                view, _, stored = unpack(batch.stored)
-                views |= set(view.tolist())
+                views |= {keys[key] for key in batch["view_key"].tolist()}
                 image, text, _ = run.towers.prepare(batch)
                 with torch.no_grad():
                     found = model(image, text.text)[:2]
-                for side in (0, 1):
-                    difference = (found[side] - stored[:, side]).abs().max().item()
+                for side, name in enumerate(("image_embedding", "text_embedding")):
+                    difference = (found[side] - batch[name]).abs().max().item()
                     worst[side] = max(worst[side], difference)
         assert views == {0, 1, 2}
     return worst
@@ -175,6 +174,15 @@ def test_unreadable_sample_of_a_custom_source_is_left_out(path: Path, tmp_path: 
     assert names == [f"00000{number}.{member}" for number in (0, 1) for member in members]
 
 
+def test_column_that_no_sample_has_is_one_line(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["data.captions={'{nothing}': 1}", "data.max_broken=0"]
+    assert embed(path, tmp_path / "to", *overrides) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "17 of 17 samples are broken" in line
+
+
 def test_folder_of_other_embeddings_is_refused(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +220,5 @@ def build_only(config: Any) -> None:
         run = build(config, None, stack)
         run.loader.start_step()
         for batch in run.loader.first_pass():
-            assert batch.stored is not None
-            view, _, embeddings = unpack(batch.stored)
-            assert view.tolist() == batch.epoch.tolist()
-            assert (embeddings.norm(dim=2) - 1).abs().max() < 1e-2
+            for side in ("image", "text"):
+                assert (batch[f"{side}_embedding"].norm(dim=1) - 1).abs().max() < 1e-2

@@ -1,0 +1,177 @@
+"""The commands that only call the package and print the result.
+
+Each function imports what it needs, so that no command waits for the libraries of another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from disco_ds.cli.options import Doctor, Eval, Export, Report, Train
+from disco_ds.config import Config, load_config, render_ds_config
+from disco_ds.distributed.launcher import die_with_launcher
+from disco_ds.doctor import Line, examine
+from disco_ds.runs.messages import fail_rank, set_up_logging, show
+
+
+def export(options: Export) -> int:
+    """Write trained weights for open_clip or transformers.
+
+    Raises:
+        ValueError: If an argument is invalid. Then nothing is written.
+        OSError: If the files cannot be written.
+    """
+    from disco_ds.checkpoints.export import export_run
+
+    folder = export_run(options.source, options.to, options.format, options.dtype, options.ema)
+    files = ", ".join(sorted(path.name for path in folder.iterdir()))
+    print(f"{folder}: {files}; README.md explains how to load the weights")
+    return 0
+
+
+def report(options: Report) -> int:
+    """Redraw a run's report.png.
+
+    Raises:
+        ValueError: If the folder is not a run folder with metrics.
+        OSError: If the picture cannot be written.
+    """
+    from disco_ds.metrics.report import write_report
+
+    print(write_report(options.folder))
+    return 0
+
+
+def evaluate(options: Eval) -> int:
+    """Evaluate a model and print a table of results. Runs alone or on every rank of a launcher."""
+    from disco_ds.config.text_file import write_text
+    from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
+    from disco_ds.eval import describe
+    from disco_ds.run import evaluate_run
+
+    first = set_up_logging()
+    die_with_launcher()
+    path = options.json_file
+    try:
+        if path and not path.parent.is_dir():
+            raise RefusedError(f"--json {path}: there is no folder {path.parent}")
+        results = evaluate_run(
+            options.model, options.overrides, options.config, options.weights, options.ema
+        )
+        if first:
+            print(describe(results), flush=True)
+        if first and path:
+            sets = [
+                {"kind": result.kind, "name": result.name} | result.values | result.counts
+                for result in results
+            ]
+            write_text(path, json.dumps({"model": options.model, "sets": sets}, indent=1) + "\n")
+    except RendezvousError as error:
+        return fail_rank(error, 1)
+    except AgreedError as error:
+        return fail_rank(error, error.exit_code, speaks=first)
+    except OSError as error:
+        return fail_rank(error, 1)
+    return 0
+
+
+def dry_run(options: Train) -> int:
+    """Print the settings of a run, or the reason why the run would be refused.
+
+    Raises:
+        ValueError: If a run with these settings would refuse to start.
+    """
+    config = load_config(options.config, options.overrides)
+    ranks = options.ranks or config.ranks or 1
+    text = describe_run(config, ranks)
+    # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
+    # are reported before that.
+    from disco_ds.data import count_epoch, load_sources
+    from disco_ds.doctor.recipe_checks import check_length, check_recipe
+
+    lines = list(check_recipe(config, ranks))
+    if not options.resume:
+        epoch_samples = 0
+        with suppress(ValueError):  # the data may be on another machine
+            epoch_samples = count_epoch(config.data, load_sources(config.data))
+        lines += check_length(config, epoch_samples)
+    for line in lines:
+        if line.status == "warn":
+            show(line.found, "warning")
+    print(f"{text}\nData and hosts are not checked here; disco-ds doctor does that.")
+    return 0
+
+
+def describe_run(config: Config, ranks: int) -> str:
+    """Return the resolved settings, the rendered ds_config, the batch and the length of the run as text."""
+    ds_config = json.dumps(render_ds_config(config.stage_configs[0], ranks), indent=2)
+    return f"{config.to_yaml()}\nds_config.json:\n{ds_config}\n\n{config.describe(ranks)}"
+
+
+def doctor(options: Doctor) -> int:
+    """Print the result of each check. Runs alone or on every rank of a launcher.
+
+    Returns:
+        Exit code 0: no check failed (there may be warnings). 1: a check failed.
+    """
+    die_with_launcher()
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    failed = False
+    for line in _check_all(options, is_rank_0, int(os.environ.get("WORLD_SIZE", "1"))):
+        failed |= line.status == "fail"
+        if is_rank_0:
+            print(line, flush=True)
+    return int(failed)
+
+
+def _check_all(options: Doctor, is_rank_0: bool, size: int) -> Iterator[Line]:
+    """Run all checks of the doctor.
+
+    Args:
+        options: The command's options.
+        is_rank_0: Whether this is rank 0. The other ranks skip the checks that need only one rank.
+        size: Number of ranks that a launcher has started.
+
+    Yields:
+        The lines to print.
+    """
+    from disco_ds.doctor.versions import check_versions
+
+    if is_rank_0:
+        yield from examine("versions", check_versions)
+    # A package that cannot be imported is reported like other problems.
+    try:
+        from disco_ds.doctor.hosts import check_host
+        from disco_ds.doctor.ranks import check_ranks
+        from disco_ds.doctor.recipe_checks import check_data, check_start
+        from disco_ds.doctor.samples import check_samples
+    except Exception as error:  # a broken installation may raise anything
+        remedy = (
+            "reinstall the package that cannot be imported; torch and torchvision must be of the same build "
+            "(CPU or CUDA)"
+        )
+        yield Line("fail", "imports", f"{type(error).__name__}: {error}", remedy)
+        return
+    try:
+        config = load_config(options.config, options.overrides)
+    except ValueError as error:
+        yield Line("fail", "recipe", str(error))
+        return
+    ranks = size if size > 1 else options.ranks or config.ranks or 1
+    if is_rank_0:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
+        reported = set[str]()
+        for lines in (
+            examine("recipe", lambda: check_start(config, ranks)),
+            examine("data", lambda: check_data(config, ranks, ranks_here)),
+            examine("samples", lambda: check_samples(config, options.picture)),
+        ):
+            # Several checks may find the same mistake, for example an unknown model.
+            yield from (line for line in lines if line.found not in reported)
+            reported.update(line.found for line in lines)
+        yield from examine("runs folder", lambda: check_host(config.runs))
+    if size > 1 or options.gradients:
+        yield from check_ranks(config, ranks, is_rank_0, options.gradients)

@@ -1,0 +1,207 @@
+"""Micro-batches: their buffers in memory that a rank's trainer shares with its data workers, and a step's record.
+
+Each worker writes its samples directly into the right rows of a buffer, so nothing has to be concatenated or copied
+between processes. The memory is a memfd. Unlike /dev/shm, a memfd has no separate size limit, and the kernel frees it
+when the last process that maps it ends.
+"""
+
+# Symbols in shapes: m samples in a micro-batch; L tokens per text.
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disco_ds.config.data import Pixels
+from disco_ds.data.order import Cursor
+from disco_ds.data.samples import Arrays
+
+logger = logging.getLogger(__name__)
+
+MicroBatch = dict[str, Any]
+"""The samples of one forward pass: the arrays of samples.declare_arrays by name, as tensors with m rows.
+
+If tokens are counted, the loader adds `lengths`, a numpy array [m]: how many tokens of each text the model needs. It is
+on the host, so reading it does not wait for the device."""
+LEAST_AHEAD = 4
+"""Minimum for the default number of micro-batches to prefetch. It applies if a step has fewer micro-batches."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of every global batch. It must be a whole number of micro-batches."""
+
+    rank: int
+    size: int
+    """Number of ranks."""
+    global_batch: int
+    micro_batch: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches per rank in each step."""
+        return self.global_batch // self.size // self.micro_batch
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Resources that a rank's data loading may use, and the device to which micro-batches are delivered."""
+
+    kept_on: Pixels = "device"
+    """Where images are kept between GradAccum's two passes: "device" on the device, "host" in buffers on the host, or
+    "compressed" in the workers, which decode them twice."""
+    device: torch.device | str = "cpu"
+    """Device to which micro-batches are delivered."""
+    ranks_here: int | None = None
+    """Number of ranks on this host. They share the host's cache of remote shards. None means that all ranks of the run
+    are on this host."""
+    cores: int = 2
+    """Number of CPU cores available to this rank. It determines the default number of workers."""
+    most_bytes: float = 2**40
+    """Maximum total size in bytes of the prefetch buffers. Ignored if data.prefetch sets the number of buffers."""
+
+
+@dataclass
+class StepData:
+    """A record of one rank's data for one step: ids, errors, waiting time and positions, but not the micro-batches.
+
+    Loader.first_pass fills it.
+    """
+
+    error: str | None = None
+    """Description of the error, or None. All micro-batches after an error are placeholders, so that this rank still
+    takes part in all collectives."""
+    wait_s: float = 0.0
+    """Time in seconds that the trainer waited for data."""
+    broken: list[str] = field(default_factory=list)
+    """`shard/key: reason` of each broken sample that was skipped in this step."""
+    dropped: int = 0
+    """Number of samples that were dropped or lost in this step (see DroppedSample and LostSample)."""
+    damaged: list[str] = field(default_factory=list)
+    """`shard: reason` of each damaged shard that a worker found in this step."""
+    num_tokens: int = 0
+    """Number of tokens of all texts, as in `lengths` of a micro-batch; 0 if they are not counted."""
+    index: list[Tensor] = field(default_factory=list)
+    """Sample ids of each micro-batch, [m] int64 on the CPU."""
+    text: list[Tensor] | None = None
+    """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
+    cursor: Cursor = field(default_factory=dict)
+    """The position from which to continue reading each stream that this step read from."""
+
+
+class SharedBatches:
+    """A list of buffers that each contain one micro-batch. Initially, they are filled with zeros.
+
+    If this object is pickled for a process that is being started, both processes share the same memory.
+
+    Args:
+        num: Number of buffers.
+        rows: Number of samples in each buffer.
+        arrays: The arrays of each sample.
+    """
+
+    def __init__(self, num: int, rows: int, arrays: Arrays) -> None:
+        self._num, self._rows, self._arrays = num, rows, arrays
+        self._fd = os.memfd_create("disco_ds")
+        os.ftruncate(self._fd, num * rows * count_bytes(arrays))
+        self._map()
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._buffers[number]
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        # DupFd passes the file descriptor to the process that is being started.
+        return self._num, self._rows, self._arrays, DupFd(self._fd)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._num, self._rows, self._arrays, descriptor = state
+        self._fd = descriptor.detach()
+        self._map()
+
+    def pin(self) -> None:
+        """Page-lock the memory, so that copies to the CUDA device can be asynchronous."""
+        memory = self._memory
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[attr-defined]
+        self._pinned = error == 0
+        if error:
+            # CUDA reports the error once more at the next kernel launch. Launch a kernel here to clear the error.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            logger.warning(
+                "the data buffers could not be pinned (CUDA error %d), so copies to the device are slower",
+                error,
+            )
+
+    def close(self) -> None:
+        """Unpin the memory and close its file descriptor. The memory is freed with the last tensor that uses it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
+        os.close(self._fd)
+
+    def _map(self) -> None:
+        self._pinned = False
+        samples = self._num * self._rows
+        memory = mmap.mmap(self._fd, samples * count_bytes(self._arrays))
+        self._memory: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        arrays, start = {}, 0
+        # The widest types come first, so that every array is aligned.
+        for name, (dtype, shape) in sorted(
+            self._arrays.items(), key=lambda item: -item[1][0].itemsize
+        ):
+            stop = start + samples * math.prod(shape) * dtype.itemsize
+            array = self._memory[start:stop].view(dtype)
+            arrays[name] = array.view(self._num, self._rows, *shape)
+            start = stop
+        self._buffers: list[MicroBatch] = [
+            {name: array[number] for name, array in arrays.items()} for number in range(self._num)
+        ]
+
+
+def count_bytes(arrays: Arrays) -> int:
+    """Return the size of a sample in bytes."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays.values())
+
+
+def count_buffers(
+    prefetch: int | None, num_micro_batches: int, kept_on: Pixels, num_workers: int, most: int
+) -> int:
+    """Return the number of micro-batch buffers that a rank needs on the host.
+
+    These are the buffers in use (all micro-batches of a step if images are kept on the host, otherwise one) plus the
+    buffers for prefetched micro-batches.
+
+    Args:
+        prefetch: Number of micro-batches to prefetch. None selects the number of micro-batches in a step, so that the
+            workers are not idle during GradAccum's second pass, but at least LEAST_AHEAD and at most `most`.
+        num_micro_batches: Number of micro-batches per rank in each step.
+        kept_on: Where images are kept between GradAccum's two passes (see Staging).
+        num_workers: Number of data workers. If it is 0, nothing is prefetched.
+        most: Maximum number of micro-batches to prefetch if `prefetch` is None.
+    """
+    held = num_micro_batches if kept_on == "host" else 1
+    if not num_workers:
+        return held
+    if prefetch is None:
+        prefetch = max(1, min(max(num_micro_batches, LEAST_AHEAD), most))
+    return held + prefetch
+
+
+def count_on_device(num_micro_batches: int, kept_on: Pixels) -> int:
+    """Return the number of micro-batch buffers that a rank needs on its device.
+
+    These are the buffers in use (all micro-batches of a step if images are kept on the device, otherwise one) plus one
+    buffer for the micro-batch being copied.
+    """
+    return 1 + (num_micro_batches if kept_on == "device" else 1)

@@ -1,1 +1,0 @@
-"""Decoding of images and captions from bytes, and augmentation of images on the device."""

@@ -1,0 +1,216 @@
+"""One sample as named arrays: what a model expects of it, and how a data worker prepares it.
+
+`declare_arrays` is the only place that lists the arrays. The workers, the shared buffers and the copies to the device
+loop over this list.
+"""
+
+# Symbols in shapes: n captions of L tokens; H x W pixels; D is the width of an embedding.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds.config.data import DataSettings
+from disco_ds.data.captions import Members, Picture, find_group, pick_caption, shorten_caption
+from disco_ds.data.counter_rng import (
+    CAPTION_COLUMN,
+    CROP_COLUMN,
+    keyed_int,
+    keyed_row,
+    random_key,
+)
+from disco_ds.data.errors import DataError, breaks_sample
+from disco_ds.data.images import (
+    NUM_CROP_NUMBERS,
+    ImageSpec,
+    decode_image,
+    decode_pixels,
+    find_image,
+    resize_for_evaluation,
+    resize_random_crop,
+)
+from disco_ds.data.order import divide
+from disco_ds.data.sources.base import Reader, Source
+from disco_ds.data.stored import StoredEmbeddings, read_view, replay
+
+Tokenize = Callable[[list[str]], Tensor]
+"""Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
+Arrays = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""The type and shape of each array of a sample, by name."""
+Sample = dict[str, Any]
+"""The arrays of a sample, by name. A value without dimensions is a Python integer."""
+_CELLS = 8
+"""A synthetic image is a grid with this many cells per side, each filled with one color."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The image format and tokenization that the model, and the teacher if there is one, expect of a sample."""
+
+    image: ImageSpec
+    tokenize: Tokenize
+    context_length: int
+    """Number of tokens per caption, including padding."""
+    vocab_size: int
+    teacher_tokenize: Tokenize | None = None
+    """The tokenizer of a teacher that differs from the model's; None if there is none."""
+    teacher_length: int = 0
+    """Number of tokens per caption of teacher_tokenize."""
+    stored: StoredEmbeddings | None = None
+    """Location of the teachers' embeddings that are stored with the samples, or None."""
+
+
+class SampleKey(NamedTuple):
+    """What determines a sample's random numbers."""
+
+    seed: int
+    """Seed of the run."""
+    epoch: int
+    sample_id: int
+
+
+def declare_arrays(settings: DataSettings, spec: InputSpec) -> Arrays:
+    """Return the arrays of each sample of a run.
+
+    - image: pixels before the augmentation on the device;
+    - text: tokens of the caption;
+    - index: id of the sample;
+    - epoch: how often the sample was used before;
+    - view_key: key of the random numbers of the augmentation (counter_rng.random_key);
+    - group_id: group of the sample, if data.group_by is set;
+    - teacher_text: tokens for a teacher with another tokenizer;
+    - image_embedding, text_embedding: stored embeddings of the teachers.
+    """
+    arrays: Arrays = {
+        "image": (torch.uint8, (3, *spec.image.size)),
+        "text": (torch.int64, (spec.context_length,)),
+        "index": (torch.int64, ()),
+        "epoch": (torch.int64, ()),
+        "view_key": (torch.int64, ()),
+    }
+    if settings.group_by:
+        arrays["group_id"] = torch.int64, ()
+    if spec.teacher_tokenize:
+        arrays["teacher_text"] = torch.int64, (spec.teacher_length,)
+    if spec.stored:
+        width = (spec.stored.width,)
+        arrays |= {f"{side}_embedding": (torch.float32, width) for side in ("image", "text")}
+    return arrays
+
+
+Prepare = Callable[[Members, SampleKey, DataSettings, InputSpec], Sample]
+"""Turns the members of a sample into the arrays that declare_arrays names. The result depends on nothing else."""
+
+
+def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
+    """Choose a sample's caption and crop in this epoch, tokenize the caption and decode the image (implements Prepare).
+
+    Args:
+        members: The sample's members, with data.uids, data.filter and data.transforms applied.
+        key: Determines all random numbers.
+        settings: Settings of the sample's source.
+        spec: What the model expects.
+
+    Raises:
+        BrokenSample: If the sample cannot be used.
+        DataError: If the tokenizer returns the wrong shape, or if the width of stored embeddings is wrong.
+    """
+    with breaks_sample():
+        sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
+        # The first random numbers of the row determine the crop; the last two select the caption.
+        numbers = keyed_row(sample["view_key"], CAPTION_COLUMN + 2, CROP_COLUMN)
+        drawn = numbers[CAPTION_COLUMN], numbers[CAPTION_COLUMN + 1]
+        caption = pick_caption(settings.captions, members, *drawn)
+        picture = find_image(members, settings.image_key)
+        if settings.group_by:
+            sample["group_id"] = find_group(settings.group_by, members, caption, picture)
+        short = shorten_caption(caption)
+        sample["text"] = _tokenize(spec.tokenize, short, spec.context_length)
+        if spec.teacher_tokenize:
+            sample["teacher_text"] = _tokenize(spec.teacher_tokenize, short, spec.teacher_length)
+        recorded = None
+        if spec.stored:
+            view = read_view(spec.stored, members, settings.captions, drawn, picture, key)
+            sample["view_key"], recorded = view.key, view.recorded
+            sample["image_embedding"], sample["text_embedding"] = view.image, view.text
+            numbers = keyed_row(view.key, NUM_CROP_NUMBERS)
+        if recorded:
+            image = decode_image(picture, settings.max_pixels)
+            sample["image"] = replay(image, spec.image, recorded)
+        else:
+            crop = numbers[:NUM_CROP_NUMBERS]
+            sample["image"] = decode_crop(picture, settings, spec.image, crop)
+    return sample
+
+
+def decode_crop(
+    picture: Picture, settings: DataSettings, spec: ImageSpec, numbers: Sequence[float]
+) -> Tensor:
+    """Decode an image to [3, H, W] uint8, with the random crop that NUM_CROP_NUMBERS random numbers determine."""
+    if settings.crop_scale is None:
+        return resize_for_evaluation(decode_image(picture, settings.max_pixels), spec)
+    pixels = decode_pixels(picture, settings.max_pixels)
+    return resize_random_crop(pixels, spec, settings.crop_scale, settings.crop_ratio, numbers)
+
+
+def _tokenize(tokenize: Tokenize, caption: str, length: int) -> Tensor:
+    tokens = tokenize([caption])
+    if tokens.shape != (1, length):
+        raise DataError(
+            f"the tokenizer returned shape {tuple(tokens.shape)} for one caption, but the model expects "
+            f"{(1, length)}; build the tokenizer and the model from the same config"
+        )
+    return tokens[0]
+
+
+class SyntheticSource(Source):
+    """A source of random images and tokens, for testing a model or a cluster without data. It is its own Reader."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.sizes = divide(num_samples)
+        self.fingerprint = f"synthetic-{num_samples}"
+
+    def open(self, num_slots: int, window: int) -> Reader:
+        """Return the source itself."""
+        return self
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return no members, because `generate` needs none."""
+        return {}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return a name for messages."""
+        return self.label(shard, entry)
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+
+def generate(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
+    """Generate a synthetic sample from its id and the seed (implements Prepare). No two samples share a group."""
+    # The epoch is not part of the seed, so a sample has the same image and caption in every epoch.
+    random = torch.Generator().manual_seed(keyed_int(key.seed, key.sample_id))
+    cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
+    text = torch.randint(spec.vocab_size - 2, (spec.context_length,), generator=random)
+    # Use the start and end tokens of open_clip's tokenizer. Text towers pool at the largest token, the end token.
+    text[0] = spec.vocab_size - 2
+    text[-1] = spec.vocab_size - 1
+    return {
+        "image": F.interpolate(cells, spec.image.size, mode="nearest")[0],
+        "text": text,
+        "index": key.sample_id,
+        "epoch": key.epoch,
+        "view_key": random_key(*key),
+        "group_id": key.sample_id,
+    }
+
+
+def find_prepare(source: Source) -> Prepare:
+    """Return the function that prepares the samples of a source."""
+    return generate if isinstance(source, SyntheticSource) else prepare
