@@ -23,12 +23,12 @@ CLEAN = [name for name in CASES if name not in STRAY]
 FAST, SLOW = ([name for name in CLEAN if CASES[name].slow == slow] for slow in (False, True))
 
 OURS = {
-    ("cudaEventSynchronize", "losses/blocks.py read_fits"): 1,
+    ("cudaEventSynchronize", "losses/blocks.py read"): 1,
     ("copies to host", "distributed/comm.py largest_of"): 1,
 }
 """What the host waits for in functions of this package, and how often, in a step that is not logged.
 
-read_fits waits for whether the loss may subtract the same number from all logits. largest_of waits for a value on which
+read waits for whether the loss may subtract the same number from all logits. largest_of waits for a value on which
 all ranks agree. The host also waits once for the gradient norm; see NORM.
 """
 IN_PATCH = {("copies to host", "distributed/deepspeed_quirks.py compute_norm"): 1}

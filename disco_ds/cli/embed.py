@@ -9,7 +9,7 @@ from typing import Any
 from disco_ds.config import load_config
 from disco_ds.data.embed import IMAGE, TEXT, Embedder
 from disco_ds.eval.model import in_precision, load_model, read_input_spec
-from disco_ds.models.weights_hash import hash_weights
+from disco_ds.models.pretrained import hash_weights
 from disco_ds.runs.messages import set_up_logging
 
 

@@ -18,8 +18,7 @@ from open_clip_train.params import parse_args
 
 from disco_ds.cli.options import FromOpenClip
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.load import check_config
-from disco_ds.config.open_clip_flags import read_words
+from disco_ds.config.load import check_config, read_words
 from disco_ds.config.recipe_yaml import assign, dump
 from disco_ds.config.settings import Tree
 

@@ -321,7 +321,7 @@ def parse_args(argv: list[str]) -> Any:
     given, unknown = parse(unpack(words))
     # Not imported at the top, because help texts do not need these modules.
     if unknown:
-        from disco_ds.config.open_clip_flags import explain_word
+        from disco_ds.config.load import explain_word
         from disco_ds.names import did_you_mean
 
         flag = unknown[0].partition("=")[0]

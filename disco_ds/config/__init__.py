@@ -19,26 +19,3 @@ from disco_ds.config.recipe import (
 from disco_ds.config.render import render_ds_config
 from disco_ds.config.schedule import Schedule, find_late, make_schedule
 from disco_ds.config.settings import Tree
-
-__all__ = [
-    "BASE_BATCH",
-    "PACKAGE",
-    "AugmentSettings",
-    "CheckpointSettings",
-    "Config",
-    "DataSettings",
-    "EmaSettings",
-    "EvalSettings",
-    "ModelSettings",
-    "OptimSettings",
-    "Schedule",
-    "SourceSettings",
-    "StageSettings",
-    "Tree",
-    "check_config",
-    "find_late",
-    "find_recipe",
-    "load_config",
-    "make_schedule",
-    "render_ds_config",
-]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from disco_ds.config.settings import PositiveCount, Settings, Tree
-from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
 LEAST_CACHE_GB = 100.0
@@ -20,6 +21,11 @@ PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
 SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
 """Prefixes of the URLs that are downloaded."""
+
+_MEMBER = r"[^\s{}\[\]!:|]+(\[[^{}\[\]|]+\])*"
+FIELD = re.compile(rf"{_MEMBER}(\|{_MEMBER})*")
+"""Matches the content of a template field: the extension of a sample's tar member, such as txt. For a JSON member, the
+keys of an entry may follow in brackets. Several alternatives may be separated by `|`."""
 
 Pixels = Literal["device", "host", "compressed"]
 """Values of the setting image_staging, which selects where the images of a step are kept."""
@@ -96,6 +102,31 @@ class RemoteSettings(Settings):
 def is_remote(text: str) -> bool:
     """Return whether a location is a URL or a `pipe:` command."""
     return text.startswith((*SCHEMES, PIPE))
+
+
+def check_template(template: str) -> str:
+    """Return a template unchanged, unless it is invalid.
+
+    Raises:
+        ValueError: If the template is malformed, or if it has no field.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(
+            f"template {template!r} is malformed: {error}; write {{{{ for a literal brace"
+        ) from None
+    fields = [part[1:] for part in parts if part[1] is not None]
+    for name, spec, conversion in fields:
+        if spec or conversion or not FIELD.fullmatch(name or ""):
+            raise ValueError(
+                f"template {template!r} has {{{name}}}; expected {{member}}, {{json[key]}} or {{member|member}}"
+            )
+    if not fields:
+        raise ValueError(
+            f"template {template!r} has no field such as {{txt}}; every sample would get the same text"
+        )
+    return template
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:

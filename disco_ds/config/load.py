@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config, StageSettings
 from disco_ds.config.recipe_yaml import assign, parse, split_overrides
 from disco_ds.config.settings import Tree, explain_value
@@ -21,24 +22,6 @@ from disco_ds.names import did_you_mean, shorten, suggest
 
 _ITEMS = {"sources": SourceSettings, "stages": StageSettings}
 """Name of a list in a recipe -> the settings of one item of the list."""
-
-
-REMOVED: dict[str, tuple[object, str]] = {
-    "checkpoint.copy_timeout_s": (600.0, "it follows from timeout_s"),
-    "checkpoint.max_failed_saves": (2, "a run stops when three saves in a row have failed"),
-    "data.csv_separator": (None, "the separator is found in the first line of the csv"),
-    "data.retry_s": (60.0, "it follows from timeout_s"),
-    "data.worker_timeout_s": (300.0, "it follows from timeout_s"),
-    "data.remote.timeout_s": (60.0, "it follows from timeout_s"),
-    "data.remote.tries": (5, "a shard is fetched in at most five attempts"),
-    "data.stages": (None, "its name is data.transforms now"),
-    "data.sources.stages": (None, "its name is transforms now"),
-    "log.wandb.name": (None, "set the environment variable WANDB_NAME"),
-    "log.wandb.group": (None, "set the environment variable WANDB_RUN_GROUP"),
-    "log.wandb.entity": (None, "set the environment variable WANDB_ENTITY"),
-}
-"""Removed setting -> its former default, and what to do instead. The config.yaml of an older run contains such settings
-with their defaults, so a default is ignored. Any other value is refused. Each entry stays for one release."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -66,34 +49,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     for keys, value in assigned:
         if len(keys) > 1:
             assign(tree, keys, value)
-    origin = f"{path} and overrides" if overrides else str(path)
-    _drop_removed(tree, origin)
-    return check_config(tree, origin)
-
-
-def _drop_removed(part: Any, origin: str, prefix: str = "") -> None:
-    """Delete the settings of REMOVED, in place.
-
-    Args:
-        part: All settings or, in a recursive call, a part of them.
-        origin: Where the settings come from, for error messages.
-        prefix: The beginning of the dotted names of the settings in `part`.
-
-    Raises:
-        ValueError: If such a setting has another value than its former default.
-    """
-    if isinstance(part, list):
-        for item in part:
-            _drop_removed(item, origin, prefix)
-    elif isinstance(part, dict):
-        for key in list(part):
-            name = f"{prefix}{key}"
-            if name not in REMOVED:
-                _drop_removed(part[key], origin, f"{name}.")
-                continue
-            default, remedy = REMOVED[name]
-            if part.pop(key) not in (None, default):
-                raise ValueError(f"{origin}: {name} is not a setting anymore: {remedy}")
+    return check_config(tree, f"{path} and overrides" if overrides else str(path))
 
 
 def check_config(tree: Tree, origin: str) -> Config:
@@ -158,3 +114,30 @@ def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
         if not isinstance(part, int):
             model = _ITEMS.get(part) or model.model_fields[part].annotation
     return model.model_fields
+
+
+@cache
+def read_words() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the table open_clip_flags.yaml of other trainers' flags and settings, as {section: {flag: row}}.
+
+    The sections are "flags" (open_clip_train's flags) and "other_words" (names from other trainers).
+    A row has at least one of these keys: `ours`, a list of our corresponding settings or command-line
+    options, and `note`, an explanation of the flag. If only one major release of open_clip has the
+    flag, `only` names this release.
+    """
+    text = Path(__file__).with_name("open_clip_flags.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+def explain_word(name: str) -> str | None:
+    """Return a hint about our equivalent of another trainer's flag, or None if the flag is unknown."""
+    word = name.lower().lstrip("-").replace("_", "-")
+    words = read_words()
+    row = words["flags"].get(word) or words["other_words"].get(word)
+    if row is None:
+        return None
+    note = row.get("note", "")
+    if "ours" not in row:
+        return f"{note} (docs/from_open_clip.md)"
+    hint = f"; {note}" if note else ""
+    return f"here it is {' or '.join(row['ours'])}{hint}"

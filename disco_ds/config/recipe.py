@@ -18,13 +18,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
-from disco_ds.config.data import CropScale, DataSettings, Pixels
+from disco_ds.config.data import CropScale, DataSettings, Pixels, check_template
 from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import dump
 from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings, Tree
-from disco_ds.config.templates import check_template
 from disco_ds.names import plural
 
 PACKAGE = Path(__file__).parents[1]

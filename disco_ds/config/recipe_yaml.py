@@ -13,36 +13,12 @@ import yaml
 
 from disco_ds.config.settings import Tree
 
-MAX_NODES = 100_000
-"""Maximum number of keys and values in a document. The content of an anchor counts again for each of its aliases."""
-
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads numbers and booleans as in YAML 1.2, and refuses duplicate keys and huge documents.
+    """A YAML loader that reads numbers and booleans as in YAML 1.2, and refuses duplicate keys.
 
     PyYAML's SafeLoader reads YAML 1.1, in which `no` is false, `0100` is 64 and `1:30` is 90.
     """
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._num_nodes = 0
-        self._sizes: dict[int, int] = {}
-        """id(node) -> number of nodes in its subtree, including the node itself. Aliases count with their content."""
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        before = self._num_nodes
-        node = super().compose_node(parent, index)
-        if isinstance(event, yaml.AliasEvent):
-            # The size of an anchor that contains itself is not known yet, so exceed the limit.
-            self._num_nodes += self._sizes.get(id(node), MAX_NODES)
-        else:
-            self._num_nodes += 1
-            self._sizes[id(node)] = self._num_nodes - before
-        if self._num_nodes > MAX_NODES:
-            problem = f"more than {MAX_NODES:,} keys and values, counting the content of aliases"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
-        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)

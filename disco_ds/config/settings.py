@@ -42,12 +42,14 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_misread(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse secrets. Also refuse true and false for fields that are not bool.
+        """Refuse secrets and values of derived fields. Also refuse true and false for fields that are not bool.
 
         Otherwise pydantic would read true and false as the numbers 1 and 0.
         """
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+        field = cls.model_fields[info.field_name or ""]
+        if field.exclude:
+            raise ValueError("this is not a setting: its value follows from others")
+        if isinstance(value, bool) and bool not in (field.annotation, *get_args(field.annotation)):
             raise ValueError(f"{str(value).lower()} is not valid here")
         for text in _list_texts(value):
             refuse_secret(text)

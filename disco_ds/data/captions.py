@@ -112,7 +112,7 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """Fill a template with the sample's members, and strip whitespace from both ends.
 
     Args:
-        template: A template that config.templates.check_template accepts.
+        template: A template that config.data.check_template accepts.
         members: The sample's members.
         item: Random number in [0, 1) that selects the items of lists.
         what: What the filled template is called in messages.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,9 +17,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disco_ds.data import ImageSpec, read_all
+from disco_ds.config import DataSettings
+from disco_ds.data import ImageSpec, Source, read_all
 from disco_ds.distributed import comm
-from disco_ds.eval.sets import ImageSet
+from disco_ds.eval.results import Result
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images with one text each, and how they are evaluated."""
+
+    name: str
+    source: Source
+    data: DataSettings
+    """How to read the images: the members that may contain them, and their maximum size."""
+    text: str
+    """Template of an image's label, or of its captions, one per line."""
+
+    def evaluate(self, encoder: Encoder) -> Result:
+        """Evaluate a model on this set. Collective.
+
+        Raises:
+            AgreedError: If shards cannot be read, no image can be read, or features are not finite.
+        """
+        raise NotImplementedError
 
 
 class Pairs(NamedTuple):
@@ -28,10 +50,14 @@ class Pairs(NamedTuple):
     """Unit rows, fp32, one for each image."""
     image_id: Tensor
     """Sample id of each image, int64."""
+    image_hash: Tensor
+    """Equal for images with the same pixels, int64."""
     text: Tensor
     """Unit rows, fp32, one for each caption. An image may have several captions."""
     text_id: Tensor
     """Sample id of each caption, int64."""
+    text_hash: Tensor
+    """Equal for captions with the same words, int64."""
 
 
 @dataclass(frozen=True)
@@ -106,28 +132,30 @@ class Encoder:
         _check_finite("text", encoded.isfinite().all())
         return encoded
 
-    def encode_pairs(self, pairs: ImageSet) -> Pairs:
-        """Encode this rank's images and their captions.
-
-        If the set is for the validation loss (`pairs.batch` is not 0), only the first caption of each image is encoded.
+    def encode_pairs(self, pairs: ImageSet, most: int | None = None) -> Pairs:
+        """Encode this rank's images and the first `most` captions of each (None: all captions).
 
         Raises:
             AgreedError: On all ranks, if shards cannot be read, no image can be read, or features are not finite.
         """
         parts, texts, image_ids, text_ids = [], list[str](), list[int](), list[int]()
+        hashes = list[int]()
         for features, samples in self.encode_images(pairs):
             parts.append(features)
-            for _, caption, index in samples:
-                lines = [line.strip() for line in caption.split("\n") if line.strip()]
-                if pairs.batch:
-                    lines = lines[:1]
+            for pixels, captions, index in samples:
+                lines = [line.strip() for line in captions.split("\n") if line.strip()][:most]
                 image_ids.append(index)
+                hashes.append(_hash(pixels.numpy().tobytes()))
                 texts += lines
                 text_ids += [index] * len(lines)
         image, text = torch.cat(parts), self.encode_texts(texts)
-        image_id = torch.tensor(image_ids, dtype=torch.int64, device=image.device)
-        text_id = torch.tensor(text_ids, dtype=torch.int64, device=image.device)
-        return Pairs(image, image_id, text, text_id)
+        text_hashes = [_hash(line.encode()) for line in texts]
+        ids = (
+            torch.tensor(values, dtype=torch.int64, device=image.device)
+            for values in (image_ids, hashes, text_ids, text_hashes)
+        )
+        image_id, image_hash, text_id, text_hash = ids
+        return Pairs(image, image_id, image_hash, text, text_id, text_hash)
 
     def encode_classes(self, classes: list[str], templates: tuple[str, ...]) -> Tensor:
         """Encode each class as the normalized mean of its prompts' features.
@@ -145,6 +173,11 @@ class Encoder:
         features = self.encode_texts(prompts)
         means = features.view(-1, len(templates), features.shape[-1]).mean(dim=1)
         return gather_rows(F.normalize(means, dim=-1))
+
+
+def _hash(data: bytes) -> int:
+    """Return a hash that fits into int64."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), signed=True)
 
 
 def _check_finite(tower: str, finite: Tensor) -> None:

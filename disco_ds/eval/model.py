@@ -14,7 +14,7 @@ from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
 from disco_ds.data import ImageSpec, InputSpec
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing, read_text_size
-from disco_ds.models.dtypes import PARAMETER_DTYPES
+from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
 EVALUATION = PACKAGE / "assets" / "evaluation.yaml"

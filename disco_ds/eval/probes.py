@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from disco_ds.distributed import comm, jobs
-from disco_ds.eval.encode import Encoder, gather_rows
+from disco_ds.eval.encode import Encoder, ImageSet, gather_rows
 from disco_ds.eval.results import Result
-from disco_ds.eval.sets import ImageSet
 
 _NEIGHBORS, _TEMPERATURE = 20, 0.07
 """DINO's number of neighbors, and the temperature of their votes (Caron et al. 2021, section 4.1)."""
@@ -31,49 +31,55 @@ the number of classes, because more classes make the gradient smaller. With 1,00
 below 1e-4, so nothing would be trained."""
 
 
-def probe(encoder: Encoder, images: ImageSet) -> Result:
-    """Train classifiers on the features of `images.train`, and measure their accuracy on `images`. Collective.
+@dataclass(frozen=True)
+class ProbeSet(ImageSet):
+    """Images with labels, on which classifiers of image features are tested."""
 
-    The features have unit length. The values are:
-        knn: Accuracy of scikit-learn's KNeighborsClassifier with cosine distance.
-        linear: Accuracy of scikit-learn's LogisticRegression.
-        linear_C: Inverse regularization strength C of LogisticRegression, which train_linear chooses.
+    train: ImageSet
+    """Images that the classifiers learn from."""
 
-    Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
+    def evaluate(self, encoder: Encoder) -> Result:
+        """Train classifiers on the features of `train`, and measure their accuracy on this set. Collective.
 
-    Raises:
-        AgreedError: If shards cannot be read, or the training images have too few labels.
-    """
-    assert images.train is not None
-    train, labels = _encode(encoder, images.train)
-    test, expected = _encode(encoder, images)
+        The features have unit length. The values are:
+            knn: Accuracy of scikit-learn's KNeighborsClassifier with cosine distance.
+            linear: Accuracy of scikit-learn's LogisticRegression.
+            linear_C: Inverse regularization strength C of LogisticRegression, which train_linear chooses.
 
-    def score() -> dict[str, float]:
-        if comm.rank() > 0:
-            return {}
-        from sklearn.neighbors import KNeighborsClassifier
+        Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
 
-        nearest = KNeighborsClassifier(
-            min(_NEIGHBORS, len(train)),
-            metric="cosine",
-            weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
-        ).fit(train, labels)
-        linear = train_linear(train, labels)
-        return {
-            "knn": float(nearest.score(test, expected)),
-            "linear": float(linear.score(test, expected)),
-            "linear_C": float(linear.C),
+        Raises:
+            AgreedError: If shards cannot be read, or the training images have too few labels.
+        """
+        train, labels = _encode(encoder, self.train)
+        test, expected = _encode(encoder, self)
+
+        def score() -> dict[str, float]:
+            if comm.rank() > 0:
+                return {}
+            from sklearn.neighbors import KNeighborsClassifier
+
+            nearest = KNeighborsClassifier(
+                min(_NEIGHBORS, len(train)),
+                metric="cosine",
+                weights=lambda distance: np.exp((1 - distance) / _TEMPERATURE),
+            ).fit(train, labels)
+            linear = train_linear(train, labels)
+            return {
+                "knn": float(nearest.score(test, expected)),
+                "linear": float(linear.score(test, expected)),
+                "linear_C": float(linear.C),
+            }
+
+        # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
+        values = comm.broadcast(jobs.run(f"probes on {self.name}", score))
+        counts = {
+            "num_classes": len(set(labels)),
+            "num_train": len(labels),
+            "num_images": len(expected),
+            "num_broken": self.source.num_samples - len(expected),
         }
-
-    # Run as a job (see distributed/jobs.py), because fitting may take longer than the timeout of a collective.
-    values = comm.broadcast(jobs.run(f"probes on {images.name}", score))
-    counts = {
-        "num_classes": len(set(labels)),
-        "num_train": len(labels),
-        "num_images": len(expected),
-        "num_broken": images.source.num_samples - len(expected),
-    }
-    return Result("probe", images.name, values, counts)
+        return Result("probe", self.name, values, counts)
 
 
 def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any:
@@ -117,11 +123,11 @@ def _encode(encoder: Encoder, images: ImageSet) -> tuple[NDArray[np.float32], ND
     Returns:
         On every rank: the features, a row for each image, and the labels of all images, in the order of the set.
     """
-    features, places = [], list[tuple[int, str]]()
+    features, labels_by_id = [], list[tuple[int, str]]()
     for rows, samples in encoder.encode_images(images):
         features.append(rows)
-        places += [(index, label) for _, label, index in samples]
+        labels_by_id += [(index, label) for _, label, index in samples]
     gathered = gather_rows(torch.cat(features)).cpu().numpy()
-    ids, labels = zip(*chain.from_iterable(comm.gather_objects(places)), strict=True)
+    ids, labels = zip(*chain.from_iterable(comm.gather_objects(labels_by_id)), strict=True)
     order = np.argsort(ids)
     return gathered[order], np.array(labels)[order]

@@ -1,8 +1,10 @@
-"""Evaluation sets: images with labels or captions. The layout is detected from the folder or file.
+"""Load evaluation sets, images with labels or captions, and evaluate a model on them.
+
+The layout is detected from the folder or file:
 
     shards          .tar files with their manifest.json (disco-ds index)
-    csv             image paths and captions, for retrieval and validation; columns as in open_clip
-                    unless the settings name others; rows with the same path are one image
+    csv             image paths and captions or labels; columns as in open_clip unless the settings name
+                    others; for captions, rows with the same path are one image
     image folder    one sub-folder per class: ImageNet val, -Sketch and -R (named by WordNet id),
                     -v2 (named 0 to 999), or named after the classes
     clip_benchmark  test/nshards.txt, test/0.tar ...; captions in .txt members, one per line, or labels
@@ -17,16 +19,20 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.config.text_file import read_text
 from disco_ds.data import (
     CaptionedImages,
     ImageFolder,
+    ImageSpec,
     Manifest,
     Table,
     index_shards,
@@ -36,6 +42,12 @@ from disco_ds.data import (
     resolve_shards,
     sort_labels,
 )
+from disco_ds.distributed import comm
+from disco_ds.eval.encode import Encoder, ImageSet
+from disco_ds.eval.pairs import HeldOutSet, RetrievalSet
+from disco_ds.eval.probes import ProbeSet
+from disco_ds.eval.results import Result
+from disco_ds.eval.zero_shot import LabeledSet
 
 logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
@@ -50,29 +62,6 @@ _CSV_CAPTION = "{title}"
 """open_clip's default of --csv-caption-key. For csv files, it is the default of eval.caption_key."""
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    """Images with one text each.
-
-    The text is a label for classification, or captions, one per line, for retrieval and validation.
-    """
-
-    name: str
-    source: Manifest | ImageFolder | CaptionedImages
-    data: DataSettings
-    """How to read the images: the members that may contain them, and their maximum size."""
-    text: str
-    """Template of a sample's label or captions, filled in from its members."""
-    classes: dict[str, str] = field(default_factory=dict)
-    """Label -> class name; empty for a set with captions."""
-    templates: tuple[str, ...] = PLAIN
-    """Prompts with {c} or {} in place of the class name."""
-    batch: int = 0
-    """Batch size of the validation loss; 0 for other evaluations."""
-    train: ImageSet | None = None
-    """Images that probes learn from; None for other evaluations."""
-
-
 def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     """Open all sets that the settings name, and read their labels.
 
@@ -80,69 +69,133 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
         ValueError: If a set is missing, is empty, or does not fit the setting that names it; or if a
             label has no class name.
     """
-    loaders = {
-        "labeled": _load_labeled,
-        "retrieval": _load_captioned,
-        "validation": _load_captioned,
-        "probes": _load_probe,
-    }
-    sets = []
-    for kind, load in loaders.items():
-        for name, place in getattr(settings, kind).items():
+    data = data.model_copy(update={"group_by": None})  # evaluations have no groups
+    sets: list[ImageSet] = []
+    for setting, load in (
+        ("labeled", _load_labeled),
+        ("retrieval", _load_retrieval),
+        ("validation", _load_held_out),
+        ("probes", _load_probe),
+    ):
+        for name, given in getattr(settings, setting).items():
             try:
-                found = load(name, place, settings, data)
+                sets.append(load(name, given, settings, data))
             except ValueError as error:
-                raise ValueError(f"eval.{kind}.{name}: {error}") from None
-            batch = settings.validation_batch if kind == "validation" else 0
-            sets.append(replace(found, batch=batch))
+                raise ValueError(f"eval.{setting}.{name}: {error}") from None
     return sets
 
 
-def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    folder = resolve_shards(path)
-    images = _open(name, folder, data, settings.label_key, "{cls}")
-    file = settings.classes.get(name)
-    templates = settings.templates.get(name)
+# The towers are not compiled for evaluations: the batch size varies there, so torch.compile would afterwards compile
+# the training step for a variable batch size too.
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def evaluate_sets(
+    model: nn.Module,
+    sets: Sequence[ImageSet],
+    spec: ImageSpec,
+    tokenize: Callable[[list[str]], Tensor],
+    chunk: int,
+) -> list[Result]:
+    """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
+
+    Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of batch
+    normalization differ between ranks. Those of rank 0, which checkpoints contain, overwrite those of the other ranks.
+
+    Args:
+        model: An engine or a module.
+        sets: What to evaluate on.
+        spec: Size and resizing of the images.
+        tokenize: The tokenizer.
+        chunk: Number of images or texts per rank and forward pass.
+
+    Raises:
+        AgreedError: If shards cannot be read, if a set has no readable image, or if the training images of a
+            probe have fewer than two labels.
+    """
+    training = model.training
+    model.eval()
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
+    if sets and buffers:
+        statistics = comm.broadcast([buffer.cpu() for buffer in buffers])
+        for buffer, value in zip(buffers, statistics, strict=True):
+            buffer.copy_(value)
+    encoder = Encoder(model, spec, tokenize, chunk)
+    results = [item.evaluate(encoder) for item in sets]
+    model.train(training)
+    return results
+
+
+def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> LabeledSet:
+    file, templates = settings.classes.get(name), settings.templates.get(name)
+    images, labels = _open_labeled(name, path, settings, data)
     if isinstance(images.source, ImageFolder):
-        labels = images.source.classes
         classes = read_classes(file, labels) if file else _imagenet_classes(name, labels)
-        return replace(images, classes=classes, templates=read_templates(templates or _IMAGENET))
-    labels = _read_texts(images, "label_key")
-    if _is_benchmark(folder):
-        file = file or folder / "classnames.txt"
-        provided = folder / "zeroshot_classification_templates.txt"
-        templates = templates or (str(provided) if provided.is_file() else _IMAGENET)
-    classes = read_classes(file, labels) if file else {label: label for label in labels}
+        templates = templates or _IMAGENET
+    else:
+        folder = resolve_shards(path)
+        if _is_benchmark(folder):
+            file = file or folder / "classnames.txt"
+            provided = folder / "zeroshot_classification_templates.txt"
+            templates = templates or (str(provided) if provided.is_file() else _IMAGENET)
+        classes = read_classes(file, labels) if file else {label: label for label in labels}
     prompts = read_templates(templates) if templates else PLAIN
-    return replace(images, classes=classes, templates=prompts)
+    return LabeledSet(**vars(images), classes=classes, templates=prompts)
 
 
-def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    if is_table(path):
-        caption = settings.caption_key
-        if caption == _SHARDS_CAPTION:
-            caption = _CSV_CAPTION
-        columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
-        data = data.model_copy(update=columns)
-        source = CaptionedImages.load(Table.load(path, data), caption)
-        return ImageSet(name, source, data, "{captions}")
-    images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
-    if isinstance(images.source, ImageFolder):
-        raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
-    _read_texts(images, "caption_key")
-    return images
+def _load_retrieval(
+    name: str, path: str, settings: EvalSettings, data: DataSettings
+) -> RetrievalSet:
+    return RetrievalSet(**vars(_open_captioned(name, path, settings, data)))
 
 
-def _load_probe(name: str, probe: Any, settings: EvalSettings, data: DataSettings) -> ImageSet:
+def _load_held_out(name: str, path: str, settings: EvalSettings, data: DataSettings) -> HeldOutSet:
+    images = _open_captioned(name, path, settings, data)
+    return HeldOutSet(**vars(images), batch=settings.validation_batch)
+
+
+def _load_probe(name: str, probe: Any, settings: EvalSettings, data: DataSettings) -> ProbeSet:
     try:
         import sklearn  # noqa: F401 - probes.py needs it
     except ImportError as error:
         raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
-    train, test = (
-        _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
-        for path in (probe.train, probe.test)
-    )
-    return replace(test, train=train)
+    train, _ = _open_labeled(name, probe.train, settings, data)
+    test, _ = _open_labeled(name, probe.test, settings, data)
+    return ProbeSet(**vars(test), train=train)
+
+
+def _open_labeled(
+    name: str, path: str, settings: EvalSettings, data: DataSettings
+) -> tuple[ImageSet, list[str]]:
+    """Open images with labels, and return them with their distinct labels."""
+    if is_table(path):
+        images = _open_table(name, path, settings.label_key, data, joins=False)
+        return images, _list_texts(images, "label_key")
+    images = _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
+    if isinstance(images.source, ImageFolder):
+        return images, images.source.classes
+    return images, _list_texts(images, "label_key")
+
+
+def _open_captioned(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    """Open images with captions."""
+    if is_table(path):
+        is_default = settings.caption_key == _SHARDS_CAPTION
+        caption = _CSV_CAPTION if is_default else settings.caption_key
+        return _open_table(name, path, caption, data, joins=True)
+    images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
+    if isinstance(images.source, ImageFolder):
+        raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
+    _list_texts(images, "caption_key")
+    return images
+
+
+def _open_table(name: str, path: str, text: str, data: DataSettings, joins: bool) -> ImageSet:
+    """Open a csv. `joins`: rows with the same path are one image with several texts."""
+    columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {text: 1.0}}
+    data = data.model_copy(update=columns)
+    source = CaptionedImages.load(Table.load(path, data), text, joins)
+    return ImageSet(name, source, data, "{texts}")
 
 
 def _is_benchmark(folder: Path) -> bool:
@@ -183,23 +236,28 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
     return ImageSet(name, ImageFolder(folder), data, "{cls}")
 
 
-def _read_texts(images: ImageSet, setting: str) -> list[str]:
-    """Read the labels or captions of all samples in shards, and return the distinct texts in sorted order.
+def _list_texts(images: ImageSet, setting: str) -> list[str]:
+    """Return the distinct labels or captions of all samples, sorted.
 
     Raises:
         ValueError: If no sample has a label or caption.
     """
-    assert isinstance(images.source, Manifest)
-    texts = sorted({text for text in read_labels(images.source, images.text) if text})
+    source = images.source
+    if isinstance(source, CaptionedImages):
+        texts = {text for part in source.texts if isinstance(part, list) for text in part}
+    else:
+        assert isinstance(source, Manifest)
+        texts = {text for text in read_labels(source, images.text) if text}
     if not texts:
-        raise ValueError(
-            f"the template {images.text} gives no text for any sample; check eval.{setting}"
-        )
-    return texts
+        hint = f"check eval.{setting}"
+        if images.text == "{cls}":
+            hint = "sets with several labels per image (.npy members) cannot be evaluated"
+        raise ValueError(f"the template {images.text} gives no text for any sample; {hint}")
+    return sorted(texts)
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
-    """Read the prompts from a file, one per line. For `imagenet`, return open_clip's 80 prompts.
+    """Read the prompts from a text file, one per line, or a JSON list. For `imagenet`, return open_clip's 80 prompts.
 
     Raises:
         ValueError: If a prompt has no placeholder for the class, or there are no prompts.
@@ -208,59 +266,59 @@ def read_templates(wanted: str) -> tuple[str, ...]:
         from open_clip import OPENAI_IMAGENET_TEMPLATES
 
         return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
-    text = read_text(Path(wanted), "template file")
-    lines = tuple(line.strip() for line in text.split("\n") if line.strip())
-    for line in lines or ("",):
+    lines = _read_list(Path(wanted), "template file")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"{wanted} must contain a list of prompts")
+    for line in lines or [""]:
         if "{c}" not in line and "{}" not in line:
             raise ValueError(
                 f"{wanted}: the template {line!r} has neither {{c}} nor {{}} in place of the class "
                 "name"
             )
-    return lines
+    return tuple(lines)
+
+
+def _read_list(path: Path, what: str) -> Any:
+    """Return the content of a JSON file, or the lines of a text file that are not blank.
+
+    Raises:
+        ValueError: If the file cannot be read, or is not valid JSON.
+    """
+    text = read_text(path, what)
+    if path.suffix != ".json":
+        return [line.strip() for line in text.split("\n") if line.strip()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
-    """Read the class name of each label from a file.
+    """Read the class name of each label from a file. All names in the file are possible answers.
 
-    A JSON file contains a list of names, or a mapping from label to name. In a text file, each line is a
-    name, or a label, a tab and a name. A space may replace the tab, unless the complete lines could be names too.
-    If the file has only names, they belong to the labels in sorted order. But if all labels are numbers,
-    the first name belongs to label 0 and so on, even if no sample has that label.
+    A JSON file contains a list of names, or a mapping from label to name. In a text file, each line is a name, or a
+    label, a tab and a name. Names without labels belong to the labels in sorted order. But if all labels are
+    numbers, the first name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
-        ValueError: If the file cannot be read; if a label has no name; if it is unclear whether the lines begin with
-            labels; or if a file with only names has more names than labels, unless all labels are numbers.
+        ValueError: If the file cannot be read; if a label has no name; or if a file with only names has more names than
+            labels, unless all labels are numbers.
     """
-    text = read_text(path, "class name file")
-    given: Any = [line.strip() for line in text.split("\n") if line.strip()]
-    if path.suffix == ".json":
-        try:
-            given = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
-    else:
-        separator = "\t" if all("\t" in line for line in given) else None
-        words = [line.split(separator, 1) for line in given]
-        named = {pair[0].strip(): pair[-1].strip() for pair in words}
-        if separator or (all(len(pair) == 2 for pair in words) and set(labels) <= named.keys()):
-            if not separator and _may_be_names(given, labels):
-                label, name = words[0]
-                raise ValueError(
-                    f"{path}: the name of label {label} may be {name!r} or {given[0]!r}; write a tab between label "
-                    "and name, or, if the file has only names, make it a JSON list"
-                )
-            given = named
+    given = _read_list(path, "class name file")
+    if path.suffix != ".json" and all("\t" in line for line in given):
+        pairs = [line.split("\t", 1) for line in given]
+        given = {label.strip(): name.strip() for label, name in pairs}
     values = given.values() if isinstance(given, dict) else given
     if not (isinstance(given, dict | list) and all(isinstance(name, str) for name in values)):
         raise ValueError(f"{path} must contain class names, or a mapping from label to class name")
     if isinstance(given, dict):
-        names = {label: given[label] for label in labels if label in given}
-    elif all(label.isdecimal() for label in labels):
-        names = {str(number): name for number, name in enumerate(given)}
+        names = given
     else:
-        names = dict(zip(sort_labels(labels), given, strict=False))
+        numbered = all(label.isdecimal() for label in labels)
+        keys = map(str, range(len(given))) if numbered else sort_labels(labels)
+        names = dict(zip(keys, given, strict=False))
     missing = sort_labels(set(labels) - set(names))
-    if missing or (isinstance(given, list) and len(names) != len(given)):
+    if missing or len(names) != len(given):
         raise ValueError(
             f"{path} must contain one name for each label; class names: {len(given)}, labels: "
             f"{len(labels)}, labels without a name: {', '.join(missing[:3]) or 'none'}"
@@ -271,17 +329,6 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
             "%s: several classes have the same name: %s", path, ", ".join(sorted(repeated))
         )
     return names
-
-
-def _may_be_names(lines: list[str], labels: Collection[str]) -> bool:
-    """Return whether each line may be a complete class name, although the lines begin with labels.
-
-    The names would then belong to the labels in sorted order.
-    """
-    if all(re.fullmatch(_WNID, label) for label in labels):
-        return False
-    reaches = all(label.isdecimal() and int(label) < len(lines) for label in labels)
-    return len(lines) == len(labels) or reaches
 
 
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """The contrastive losses. They take plain values and do not depend on the settings or the engine.
 
-What a loss class must provide is documented in base.py. Importing a loss's file registers the loss.
+What a loss class must provide is documented in base.py. Importing the file of a loss registers the loss.
 """
 
-from disco_ds.losses import clip, disco, disco_fused, fastclip, inf_cl, nt_xent, siglip  # noqa: F401
+from disco_ds.losses import fastclip, infonce, siglip  # noqa: F401
 from disco_ds.losses.base import (
     Embeddings,
     Loss,

@@ -24,15 +24,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.input_checks import check_tensors
 from disco_ds.names import did_you_mean, load_custom
+
+TeacherWeight = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,10 @@ class Embeddings:
             raise ValueError("image and text have no rows; pass at least one pair")
         for name in ("index", "group_id"):
             ids = getattr(self, name)
-            if ids is not None and ids.shape != image.shape[:1]:
-                raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
+            if ids is not None and (ids.shape != image.shape[:1] or ids.dtype != torch.int64):
+                raise ValueError(
+                    f"{name} must be [b] = [{len(image)}] int64, got {tuple(ids.shape)} {ids.dtype}"
+                )
         for teacher in self.teacher:
             if (teacher.image.dtype == torch.float64) != (image.dtype == torch.float64):
                 raise ValueError(
@@ -92,13 +95,6 @@ class Embeddings:
                     f"the teacher has {len(teacher.image)} rows, but image and text have {len(image)}; pass the "
                     "teacher's features of the same samples"
                 )
-        if self.index is not None and self.index.is_floating_point():
-            raise ValueError(f"index must contain integers, got {self.index.dtype}")
-        if self.group_id is not None and self.group_id.dtype != torch.int64:
-            raise ValueError(
-                f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "
-                "for example by numbering the groups or hashing their names"
-            )
 
 
 def _check_features(features: Embeddings | Teacher, owner: str = "") -> None:
@@ -122,6 +118,20 @@ def _check_features(features: Embeddings | Teacher, owner: str = "") -> None:
         if value.shape != (1,):
             raise ValueError(
                 f"{owner}{name} must have shape [1], got {list(value.shape)}; reshape it with {name}.view(1)"
+            )
+
+
+def check_tensors(**values: Any) -> None:
+    """Check that arguments are tensors.
+
+    Raises:
+        ValueError: If an argument is not a tensor. The message begins with the argument's name.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} must be a tensor, got a {type(value).__module__}.{type(value).__qualname__}; "
+                "pass a torch.Tensor"
             )
 
 
@@ -339,11 +349,11 @@ def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
     """Check the options of a loss of this package against the type annotations of its constructor and its bases'.
 
     Raises:
-        ValueError: If an option has the wrong type or is not finite.
+        ValueError: If an option has the wrong type, is out of range or is not finite.
     """
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
-        hints |= get_type_hints(owner.__init__)  # type: ignore[misc]
+        hints |= get_type_hints(owner.__init__, include_extras=True)  # type: ignore[misc]
     rules = ConfigDict(strict=True, allow_inf_nan=False)
     for name, value in options.items():
         try:
@@ -390,37 +400,24 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     return found, takes_any
 
 
-def check_teacher_weight(weight: float | None) -> float | None:
-    """Return the weight unchanged.
-
-    Raises:
-        ValueError: If the weight is neither None nor from 0 to 1.
-    """
-    if weight is not None and not 0 <= weight <= 1:
-        raise ValueError(f"teacher_weight must be from 0 to 1, got {weight}")
-    return weight
-
-
 TIE = 1e-5
 """Similarities count as equal if they differ by less than this, multiplied by the scale.
 
 This is more than the rounding errors of a matrix product of unit rows, so a copy of a sample always ties with it."""
 
 
-def count_hits(largest: Tensor | None, pairs: Tensor, scale: Tensor) -> Tensor:
+def count_hits(largest: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
     """Count the rows in which a positive has a higher logit than all negatives. Pass the result to global_metrics.
 
     Args:
         largest: [1, b]: for each row, the highest logit of a negative. [2, b]: in addition, largest[1] is the
-            highest logit of a positive other than the row's pair. None: accuracies are not computed.
+            highest logit of a positive other than the row's pair.
         pairs: [b], the logit of each row's positive pair.
         scale: [1] or [b], the logit scale.
 
     Returns:
-        0-d, or an empty tensor if `largest` is None.
+        0-d.
     """
-    if largest is None:
-        return pairs.new_empty(0, dtype=torch.int64)
     best = pairs if len(largest) == 1 else torch.maximum(pairs, largest[1])
     return (largest[0] < best - TIE * scale.abs()).sum()
 
@@ -436,13 +433,54 @@ def global_metrics(
 
     Args:
         loss: This rank's share, 0-d.
-        hits: Results of count_hits, first for image to text, then for text to image. Empty ones are left out.
+        hits: Results of count_hits, first for image to text, then for text to image. Empty: no accuracies.
         num_rows: Number of rows in which this rank counted hits. The accuracies are hits / num_rows.
         group: The process group; None: all ranks.
         others: This rank's shares of further metrics, 0-d.
     """
-    accuracies = [x.float() / num_rows for x in hits if x.numel()]
+    accuracies = [x.float() / num_rows for x in hits]
     parts = dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), [loss, *accuracies], strict=False))
     parts |= others or {}
     mean = comm.all_reduce_sum(torch.stack([x.detach().float() for x in parts.values()]), group)
     return dict(zip(parts, (mean / comm.size(group)).unbind(), strict=True))
+
+
+SAMPLE = 128
+"""teacher_agreement is computed on this number of pairs, with the same number (at least 1) from every rank."""
+
+
+def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
+    """Return the metrics of a loss with teachers. Their means over ranks are the global values. Collective.
+
+    Args:
+        embeddings: Features of this rank.
+        parts: [2] or [3], this rank's shares of the loss of the pairs, the cross-entropy with the teachers' targets
+            and, optionally, KL(teacher, student), averaged over the teachers.
+        group: The process group; None: all ranks.
+
+    Returns:
+        pair_loss and teacher_loss. If `parts` has three entries, also teacher_kl and teacher_agreement: the fraction of
+        images for which the student and the teachers choose the same text, among the first SAMPLE / N pairs of every
+        rank.
+    """
+    names = ("pair_loss", "teacher_loss", "teacher_kl")
+    found = dict(zip(names, parts.unbind(), strict=False))
+    if "teacher_kl" not in found:
+        return found
+    with torch.no_grad():
+        count = min(len(embeddings.image), max(SAMPLE // comm.size(group), 1))
+        student = _gather_logits(embeddings, count, group)
+        probabilities = sum(
+            _gather_logits(teacher, count, group).softmax(1) for teacher in embeddings.teacher
+        )
+        assert isinstance(probabilities, Tensor)
+        agree = student.argmax(1) == probabilities.argmax(1)
+        found["teacher_agreement"] = agree.double().mean()
+    return found
+
+
+def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
+    """Return the logits of the first `count` pairs of every rank, [N count, N count] in fp32. Collective."""
+    image, text = (x[:count].detach().float() for x in (features.image, features.text))
+    sides = comm.gather(image, group), comm.gather(text, group)
+    return features.scale.detach().float() * (sides[0] @ sides[1].T)

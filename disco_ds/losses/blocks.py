@@ -1,7 +1,8 @@
-"""Compare a rank's rows with the columns of all ranks, which are either gathered or sent around a ring.
+"""Similarities of this rank's rows with the columns of all ranks.
 
-The rows are the features of one side (image or text), and the columns those of the other side. Gathered and Ring both
-compute a sum for each of this rank's rows and columns, and the gradients of rows and columns. The losses differ in how
+The rows are the features of one side (image or text), and the columns those of the other side. Gathered has all columns
+in one tensor; Ring receives them rank by rank. Both compute a sum for each of this rank's rows and columns, and the
+gradients of rows and columns. The losses differ in how
 they use these results. Only the losses and the cost estimates in plan/ import this file.
 """
 
@@ -24,8 +25,9 @@ from disco_ds.losses.base import (
     Embeddings,
     Loss,
     LossOutput,
-    check_teacher_weight,
+    TeacherWeight,
     global_metrics,
+    teacher_metrics,
 )
 from disco_ds.losses.kernels import (
     Block,
@@ -33,13 +35,13 @@ from disco_ds.losses.kernels import (
     Impl,
     Precision,
     Sums,
+    TileSize,
     Tiling,
     Weights,
     full_dtype,
     softmax_gradient,
     softmax_sums,
 )
-from disco_ds.losses.teacher import teacher_metrics
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 SameGroup = Literal["negatives", "ignored", "positives"]
@@ -55,9 +57,6 @@ class TiledLoss(Loss):
         precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
         impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
         group: The process group; None: all ranks.
-
-    Raises:
-        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
     same_group: SameGroup = "negatives"
@@ -66,7 +65,7 @@ class TiledLoss(Loss):
     def __init__(
         self,
         comm_dtype: CommDtype | None = None,
-        tile: Sequence[int] | None = None,
+        tile: TileSize | None = None,
         precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
@@ -85,7 +84,7 @@ class TiledLoss(Loss):
             function: Its inputs are the rows, the columns, the scale, this loss, the groups, the teachers, whether
                 gradients are enabled, and `options`. A teacher is a tuple: its features of the rows' side, those of the
                 columns' side, and the Teacher. It returns this rank's share of the loss, `parts` of `teacher_metrics`
-                or None, and the results of `count_hits` for rows and columns.
+                or None, and, if accuracies are computed, the results of `count_hits` for rows and columns.
             embeddings: Features of this rank.
             options: Further inputs of the function.
         """
@@ -134,10 +133,10 @@ class TiledLoss(Loss):
         if negatives or not shared.any():
             return None, metrics
         rows, columns = (numbers.where(shared, alone).int() for alone in (-1, -2))
-        first = comm.rank(self.group) * len(ids)
-        mine = slice(first, first + len(ids))
-        share = 1 / sizes[mine].double() if self.same_group == "positives" else None
-        return Groups(rows[mine], columns, share), metrics
+        start = comm.rank(self.group) * len(ids)
+        local = slice(start, start + len(ids))
+        share = 1 / sizes[local].double() if self.same_group == "positives" else None
+        return Groups(rows[local], columns, share), metrics
 
 
 class GroupedLoss(TiledLoss):
@@ -152,18 +151,18 @@ class GroupedLoss(TiledLoss):
         options: Keyword arguments of TiledLoss.
 
     Raises:
-        ValueError: If teacher_weight is not from 0 to 1, or is combined with groups.
+        ValueError: If teacher_weight is combined with groups.
     """
 
     def __init__(
         self,
         same_group: SameGroup = "negatives",
-        teacher_weight: float | None = None,
+        teacher_weight: TeacherWeight | None = None,
         **options: Any,
     ):
         super().__init__(**options)
         self.same_group = same_group
-        self.teacher_weight = check_teacher_weight(teacher_weight)
+        self.teacher_weight = teacher_weight
         if teacher_weight and same_group != "negatives":
             raise ValueError(
                 f"same_group={same_group} does not work together with teacher_weight; use same_group=negatives"
@@ -183,13 +182,13 @@ class _Columns:
         self.tiling = loss.tiling.on(columns.device)
         self.group = loss.group
         self.groups = groups
-        self.own = self.tiling.hold(columns)
+        self.local = self.tiling.quantize(columns)
         """This rank's columns, [b, D]: rounded as for the tiles, and then to the dtype in which they are sent.
 
         Float64 columns, used in exactness tests, stay float64.
         """
-        if loss.comm_dtype is not None and self.own.dtype != torch.float64:
-            self.own = self.own.to(loss.comm_dtype)
+        if loss.comm_dtype is not None and self.local.dtype != torch.float64:
+            self.local = self.local.to(loss.comm_dtype)
 
 
 class Gathered(_Columns):
@@ -201,12 +200,12 @@ class Gathered(_Columns):
 
     def __init__(self, columns: Tensor, loss: TiledLoss, groups: Groups | None = None):
         super().__init__(columns, loss, groups)
-        self.columns = self.own
+        self.columns = self.local
         if comm.size(self.group) > 1:
-            self.columns = comm.gather(self.own, group=self.group)
-        self.first = comm.rank(self.group) * len(columns)  # index of this rank's first column
-        self.mine = slice(self.first, self.first + len(columns))
-        self.own = self.columns[self.mine]  # frees this rank's copy
+            self.columns = comm.gather(self.local, group=self.group)
+        self.diagonal = comm.rank(self.group) * len(columns)
+        self.local_range = slice(self.diagonal, self.diagonal + len(columns))
+        self.local = self.columns[self.local_range]  # frees this rank's copy
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the logarithm of the sum of exponentials over each of this rank's rows and each of its columns.
@@ -233,11 +232,11 @@ class Gathered(_Columns):
             base = comm.all_reduce_max(part.columns, self.group)
         base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
-        columns = total.double().log_().add_(base)[self.mine]
-        columns_max = part.columns_max
-        if columns_max is not None:
-            columns_max = comm.all_reduce_max(columns_max, self.group)[:, self.mine]
-        return replace(part, columns=columns, columns_max=columns_max)
+        columns = total.double().log_().add_(base)[self.local_range]
+        if maxima:
+            columns_max = comm.all_reduce_max(part.maxima[1], self.group)[:, self.local_range]
+            return replace(part, columns=columns, maxima=[part.maxima[0], columns_max])
+        return replace(part, columns=columns)
 
     def gradient(
         self,
@@ -279,33 +278,40 @@ class Gathered(_Columns):
         block = self._block(rows, scales, shift)
         column_shifts = self._gather_vector(shifts[1])
         targets = [
-            each.for_columns(each.blocks.columns, self._gather_vector(each.lse[1]), self.first)
+            each.for_columns(each.blocks.columns, self._gather_vector(each.lse[1]), self.diagonal)
             for each in teachers
         ]
         softmax_gradient(
             block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, target_gradient
         )
         if moments is not None and parts is not None:
-            moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
+            moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.local_range]
         if d_columns is not None:
             d_columns = comm.reduce_scatter_in_place(d_columns, self.group)
         return d_rows, d_columns
 
-    def _gather_vector(self, own: Tensor) -> Tensor:
+    def _gather_vector(self, local: Tensor) -> Tensor:
         """Gather from every rank a vector [b] with one number for each of the rank's columns.
 
         A vector with stride 0 is one number, expanded to [b]. This number is the same on every rank, so nothing is
         sent.
         """
-        if own.stride(0) == 0:
-            return own[:1].expand(len(self.columns))
-        return comm.gather(own, group=self.group)
+        if local.stride(0) == 0:
+            return local[:1].expand(len(self.columns))
+        return comm.gather(local, group=self.group)
 
     def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
         """Return the block that compares this rank's rows with all columns."""
         column_scale = self._gather_vector(scales[1])
         return Block(
-            rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling, self.groups
+            rows,
+            self.columns,
+            scales[0],
+            column_scale,
+            self.diagonal,
+            shift,
+            self.tiling,
+            self.groups,
         )
 
 
@@ -328,14 +334,12 @@ class Ring(_Columns):
             torch.logaddexp(total, part.rows, out=total)
             if part.positives is not None:
                 positives = part.positives if positives is None else positives + part.positives
-            if part.rows_max is None or part.columns_max is None:
-                return [part.columns]
-            top = part.rows_max
-            largest = top if largest is None else torch.maximum(largest, top)
-            return [part.columns, part.columns_max]
+            for top in part.maxima[:1]:
+                largest = top if largest is None else torch.maximum(largest, top)
+            return [part.columns, *part.maxima[1:]]
 
-        columns = comm.circulate([self.own], visit, _join_sums, self.group)
-        return Sums(total, columns[0], largest, columns[1] if maxima else None, positives)
+        columns, *columns_max = comm.circulate([self.local], visit, _join_sums, self.group)
+        return Sums(total, columns, [] if largest is None else [largest, *columns_max], positives)
 
     def gradient(
         self,
@@ -353,9 +357,9 @@ class Ring(_Columns):
         Moments are not supported.
         """
         d_rows = zero_gradient(rows) if needs_rows else None
-        sent = [self.own, shifts[1]]
+        sent = [self.local, shifts[1]]
         for each in teachers:
-            sent += [each.blocks.own, each.lse[1]]
+            sent += [each.blocks.local, each.lse[1]]
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             columns, column_shifts, *others = block
@@ -366,7 +370,7 @@ class Ring(_Columns):
             # so they travel with the owner's columns.
             current = self.block(rows, columns, scales[0, :1], owner, shift)
             targets = [
-                each.for_columns(others[2 * k], others[2 * k + 1], current.first)
+                each.for_columns(others[2 * k], others[2 * k + 1], current.diagonal)
                 for k, each in enumerate(teachers)
             ]
             softmax_gradient(
@@ -380,8 +384,8 @@ class Ring(_Columns):
             )
             return [] if d_columns is None else [d_columns]
 
-        found = comm.circulate(sent, visit, _add_parts, self.group)
-        return d_rows, found[0] if found else None
+        gradients = comm.circulate(sent, visit, _add_parts, self.group)
+        return d_rows, gradients[0] if gradients else None
 
     def block(
         self, rows: Tensor, columns: Tensor, scale: Tensor, owner: int, shift: Tensor | None = None
@@ -390,10 +394,10 @@ class Ring(_Columns):
 
         The block has positive pairs only if `owner` is this rank.
         """
-        first = 0 if owner == comm.rank(self.group) else None
+        diagonal = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
         scales = scale.expand(len(rows))
-        return Block(rows, columns, scales, scales, first, shift, self.tiling, groups)
+        return Block(rows, columns, scales, scales, diagonal, shift, self.tiling, groups)
 
 
 Blocks = Gathered | Ring
@@ -402,7 +406,8 @@ Blocks = Gathered | Ring
 class Softmaxes:
     """The softmaxes over the rows and columns of the student's similarities, or of a teacher's. Collective.
 
-    The sums are computed with a shift, which may not fit. If `fits` returns False, call `drop_shift`.
+    The sums are computed with a shift, which may be too large for some of them. If `shift_is_safe` returns False, call
+    `recompute_per_row`.
 
     Args:
         rows: [b, D].
@@ -434,72 +439,72 @@ class Softmaxes:
         self.blocks: Any = make_blocks(columns, loss, groups)
         self.same = (make_blocks(rows, loss), self.blocks) if shared else ()
         """For NT-Xent, the blocks that compare rows with rows and columns with columns; otherwise ()."""
-        self.rows = self.tiling.hold(rows)
-        self.columns = self.blocks.own
+        self.rows = self.tiling.quantize(rows)
+        self.columns = self.blocks.local
         self.scale = divisible_scale(scale.detach())
         """[1] float64, not 0."""
-        self.signed = self.rows, self.columns
+        self.operands = self.rows, self.columns
         """Rows and columns as the tiles multiply them. If the scale is negative, its sign is moved to these."""
-        self.signed_scale = self.scale
-        self.x = self.scale * pair_cosines(self.rows, self.columns, self.tiling)
+        self.operand_scale = self.scale
+        self.pair_logits = self.scale * pair_cosines(self.rows, self.columns, self.tiling)
         """[b] float64, the logits of the positive pairs."""
         self.weighted_columns: Tensor | None = None
-        """[b, D], sums of a teacher's columns, weighted by its probabilities, times Tiling.gain and `weight`."""
-        self.shift: Tensor | None = overflow_shift(*self.signed, self.scale, loss.group)
+        """[b, D], a teacher's columns, weighted by `weight` x Tiling.underflow_scale x its probabilities and summed."""
+        self.shift: Tensor | None = overflow_shift(*self.operands, self.scale, loss.group)
         """[1] float64, subtracted from all logits before exp. None: a separate maximum for each row and column."""
         self._compute_sums()
-        self.fits = shift_fits(self.shift, self.lse, loss.group)
-        """Function that waits for the result of a check, and returns whether the shift fits all sums."""
+        self.shift_is_safe = check_shift(self.shift, self.lse, loss.group)
+        """Function that waits for the result of a check, and returns whether the shift suits all sums."""
 
-    def drop_shift(self) -> None:
+    def recompute_per_row(self) -> None:
         """Compute the sums again, and subtract a separate maximum in each sum. Collective."""
         self.shift = None
-        rows, columns = self.signed
-        self.signed = self.absorb_sign(rows), self.absorb_sign(columns)
-        self.signed_scale = self.scale.abs()
+        rows, columns = self.operands
+        self.operands = self.take_sign(rows), self.take_sign(columns)
+        self.operand_scale = self.scale.abs()
         self._compute_sums()
 
-    def absorb_sign(self, features: Tensor) -> Tensor:
+    def take_sign(self, features: Tensor) -> Tensor:
         """Multiply features by the sign of the scale, because the tiles need a positive scale."""
         return features * torch.where(self.scale < 0, -1, 1).to(features.dtype)
 
     @property
     def scales(self) -> Tensor:
-        """[2, b], the scale of each row and each column, without a sign that `signed` contains."""
-        return self.signed_scale.expand(2, len(self.rows))
+        """[2, b], the scale of each row and each column, without the sign that `operands` contains."""
+        return self.operand_scale.expand(2, len(self.rows))
 
     @property
     def negative_mass(self) -> Tensor:
         """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
-        return self.weight * (self.others - self.lse).exp().sum(0)
+        return self.weight * (self.negatives_lse - self.lse).exp().sum(0)
 
-    def for_columns(self, columns: Tensor, column_lse: Tensor, first: int | None) -> Weights:
+    def for_columns(self, columns: Tensor, column_lse: Tensor, diagonal: int | None) -> Weights:
         """Return the targets for one block of columns.
 
         Args:
             columns: [m, D], the teacher's columns.
             column_lse: [m], the entries of lse[1] for these columns.
-            first: Row i and column i + first are a positive pair; None if the block has no positive pairs.
+            diagonal: Row i and column i + diagonal are a positive pair; None if the block has no positive pairs.
         """
-        rows, _ = self.signed
-        row_scale = self.signed_scale.expand(len(rows))
-        column_scale = self.signed_scale.expand(len(columns))
-        block = Block(rows, columns, row_scale, column_scale, first, self.shift, self.tiling)
+        rows, _ = self.operands
+        row_scale = self.operand_scale.expand(len(rows))
+        column_scale = self.operand_scale.expand(len(columns))
+        block = Block(rows, columns, row_scale, column_scale, diagonal, self.shift, self.tiling)
         return Weights(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
 
     def _compute_sums(self) -> None:
-        sums = self.blocks.sums(self.signed[0], self.scales, self.shift, self.maxima)
-        totals = (sums.rows, sums.rows_max), (sums.columns, sums.columns_max)
-        for block, views, (total, largest) in zip(self.same, self.signed, totals, strict=False):
-            part = block.sums(views, self.scales, self.shift, self.maxima)
-            torch.logaddexp(total, part.rows, out=total)
-            if largest is not None and part.rows_max is not None:
-                torch.maximum(largest, part.rows_max, out=largest)
+        sums = self.blocks.sums(self.operands[0], self.scales, self.shift, self.maxima)
+        totals = sums.rows, sums.columns
+        for k, block in enumerate(self.same):
+            part = block.sums(self.operands[k], self.scales, self.shift, self.maxima)
+            torch.logaddexp(totals[k], part.rows, out=totals[k])
+            if self.maxima:
+                torch.maximum(sums.maxima[k], part.maxima[0], out=sums.maxima[k])
         self.sums = sums
         """The result of Gathered.sums or Ring.sums; for NT-Xent, with the entries of `same`."""
-        self.others = torch.stack([sums.rows, sums.columns])
+        self.negatives_lse = torch.stack([sums.rows, sums.columns])
         """[2, b] float64, logarithms of the sums of exp(logit) over each row and each column, without the pair."""
-        self.lse = torch.logaddexp(self.others, self.x)
+        self.lse = torch.logaddexp(self.negatives_lse, self.pair_logits)
         """[2, b] float64, the same sums with the pair."""
 
 
@@ -541,7 +546,7 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
     """
     full = full_dtype(rows)
     cosines = [
-        (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
+        (tiling.as_operand(r).to(full) * tiling.as_operand(c)).sum(1, dtype=torch.float64)
         for r, c in row_chunks(rows, columns)
     ]
     # Even for a single chunk, torch.cat would launch a kernel.
@@ -562,8 +567,8 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
     """Return a shift c >= 0 for which no sum of exp(x - c) overflows fp32; NaN if the scale is negative.
 
     c is [1] float64 and the same on all ranks. It may be so large that the sum of some row underflows, which
-    `shift_fits` detects from the sums. A shift of NaN never fits. Collective: one all_reduce, for which the host does
-    not wait.
+    `check_shift` detects from the sums. A shift of NaN is never safe. Collective: one all_reduce, for which the host
+    does not wait.
     """
     # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms;
     # exp(88) is within fp32.
@@ -573,36 +578,36 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
         for side in (rows, columns)
         for (x,) in row_chunks(side)
     ]
-    mine = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
-    norm, s = comm.all_reduce_max(mine, group).double().split(1)
+    local = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
+    norm, s = comm.all_reduce_max(local, group).double().split(1)
     # The square root of a negative scale is NaN.
     return ((norm * s.sqrt()).square() + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(
         min=0
     )
 
 
-def shift_fits(shift: Tensor, sums: Tensor, group: Any) -> Callable[[], bool]:
+def check_shift(shift: Tensor, sums: Tensor, group: Any) -> Callable[[], bool]:
     """Start to check that this shift suits every sum of every rank. Collective: one all_reduce.
 
-    `sums` are logarithms of sums of exponentials. If one of them is more than 58 below the shift, the shift does not
-    fit: the reciprocal of the shifted sum, times Tiling.gain, could overflow fp32.
+    `sums` are logarithms of sums of exponentials. If one of them is more than 58 below the shift, the shift is not
+    safe: the reciprocal of the shifted sum, times Tiling.underflow_scale, could overflow fp32.
 
     Returns:
         A function that waits for the result of the check and returns it. It does not wait for work that is queued on
         the device after this call.
     """
     # If a sum is NaN, the comparison is False on every rank.
-    fits = -comm.all_reduce_max(-sums.min(), group) >= shift[0] - 58
-    if not fits.is_cuda:
-        return lambda: bool(fits)
-    copy = fits.to("cpu", non_blocking=True)
-    copied = torch.cuda.current_stream(fits.device).record_event()
+    is_safe = -comm.all_reduce_max(-sums.min(), group) >= shift[0] - 58
+    if not is_safe.is_cuda:
+        return lambda: bool(is_safe)
+    copy = is_safe.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(is_safe.device).record_event()
 
-    def read_fits() -> bool:
+    def read() -> bool:
         copied.synchronize()
         return bool(copy)
 
-    return read_fits
+    return read
 
 
 def add_pairs(
@@ -610,22 +615,22 @@ def add_pairs(
 ) -> None:
     """Add the contribution of the positive pairs, in place, to a gradient that was computed in tiles.
 
-    The result is factor x (gradient / gain + weight_i others_i), where the gain is Tiling.gain.
+    The result is factor x (gradient / Tiling.underflow_scale + weight_i others_i).
 
     Args:
-        gradient: [b, D], the gradient without the positive pairs, multiplied by the gain. None: do nothing.
+        gradient: [b, D], the gradient without the positive pairs, multiplied by the underflow scale. None: do nothing.
         others: [b, D]. Row i is the feature with which row i of the gradient forms a positive pair.
         weight: [b], one weight per positive pair.
         factor: 0-d or [1].
-        tiling: Provides the gain and the rounding of `others`.
+        tiling: Provides the underflow scale and the rounding of `others`.
     """
     if gradient is None:
         return
-    lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
+    lifted = (weight * tiling.underflow_scale()).to(gradient.dtype)[:, None]
     # Divide in float64: in fp16, the quotient could become zero.
-    factor = (factor.double() / tiling.gain()).to(gradient.dtype)
+    factor = (factor.double() / tiling.underflow_scale()).to(gradient.dtype)
     for part, other, w in row_chunks(gradient, others, lifted):
-        part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
+        part.addcmul_(tiling.as_operand(other).to(part.dtype), w).mul_(factor)
 
 
 def multiply_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
@@ -656,12 +661,12 @@ def zero_gradient(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
 
 
-def _add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    for x, y in zip(mine, theirs, strict=True):
+def _add_parts(local: list[Tensor], received: list[Tensor]) -> None:
+    for x, y in zip(local, received, strict=True):
         x.add_(y)
 
 
-def _join_sums(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    torch.logaddexp(mine[0], theirs[0], out=mine[0])
-    for x, y in zip(mine[1:], theirs[1:], strict=True):
+def _join_sums(local: list[Tensor], received: list[Tensor]) -> None:
+    torch.logaddexp(local[0], received[0], out=local[0])
+    for x, y in zip(local[1:], received[1:], strict=True):
         torch.maximum(x, y, out=x)

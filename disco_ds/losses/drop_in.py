@@ -2,12 +2,17 @@
 
 They are for training loops outside this package. DistributedDataParallel, DeepSpeed and FSDP average gradients over
 ranks; with these losses, that average is the gradient of the global batch. docs/custom_loop.md shows how to use them.
+check_alike and warn_of_unusual, which find mistakes of such loops, also serve contrastive_step
+(training/custom_loop.py).
 """
 
 # b local batch, B global = N b, D width, N ranks
 
 from __future__ import annotations
 
+import math
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import Embeddings, Teacher, build_loss
-from disco_ds.losses.input_checks import check_alike, check_tensors, warn_of_unusual
+from disco_ds.losses.base import Embeddings, Teacher, build_loss, check_tensors
+
+NORM_TOLERANCE = 0.02
+"""A feature's norm may deviate from 1 by this much without a warning; rounding to bf16 causes up to 0.004."""
+LARGEST_LOG = math.log(100.0) + 1e-3
+"""Logarithm of CLIP's largest logit scale, 100, plus a small margin.
+
+If a logit scale is not above this value, the caller has probably passed its logarithm by mistake.
+"""
 
 
 class _DropIn(nn.Module):
@@ -41,7 +53,7 @@ class _DropIn(nn.Module):
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()
         self.expected = rank, world_size
-        self.is_first = True
+        self.is_first_call = True
         self.check = options.pop("check", True)
         self.group = options.get("group")
         self.loss = build_loss(options.pop("loss"), **options)
@@ -82,10 +94,10 @@ class _DropIn(nn.Module):
         check_tensors(image_features=image_features, text_features=text_features)
         device = image_features.device
         scale = torch.as_tensor(logit_scale, device=device).reshape(1)
-        if self.is_first:
+        if self.is_first_call:
             self._check_group()
             warn_of_unusual(image_features, text_features, scale, self.group)
-            self.is_first = False
+            self.is_first_call = False
         bias = torch.zeros_like(scale)
         if logit_bias is not None:
             bias = torch.as_tensor(logit_bias, device=device).reshape(1)
@@ -157,3 +169,99 @@ class SigLipLoss(_DropIn):
         **options: Any,
     ):
         super().__init__(rank, world_size, {"loss": "siglip"} | options)
+
+
+def check_alike(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    group_id: Tensor | None,
+    group: Any = None,
+    teacher: Sequence[Any] = (),
+) -> None:
+    """Check that all ranks pass the same kind of inputs. Collective: one small all_reduce.
+
+    Without this check, ranks with different inputs would hang in a collective or compute a wrong loss.
+
+    Args:
+        image: Image features.
+        text: Text features.
+        scale: 0-d or [1], the logit scale.
+        bias: 0-d or [1], the logit bias. None counts as 0.
+        group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
+        group: The process group; None: all ranks.
+        teacher: The teachers' features, objects of base.Teacher.
+
+    Raises:
+        ValueError: On every rank, if the inputs of the ranks differ, or if features are not [b, D].
+    """
+    if comm.size(group) == 1:
+        return
+    local_shapes = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
+    teachers = hash(tuple((t.image.shape, t.text.shape) for t in teacher)) % 2**31
+    numbers = torch.tensor([*local_shapes, teachers, group_id is not None], device=image.device)
+    learned = [scale, torch.zeros(1) if bias is None else bias]
+    learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
+    values = torch.cat([numbers.double(), *learned])
+    most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
+    *most, has_ids, scale_most, bias_most = most
+    *least, all_have_ids, scale_least, bias_least = [-x for x in least]
+    if most[4:] != least[4:]:
+        raise ValueError(
+            "the ranks pass different numbers of teachers, or teachers' features of different shapes; pass the "
+            "features of the same teachers on every rank, for that rank's samples"
+        )
+    if -1 in local_shapes or most != least:
+        lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
+        raise ValueError(
+            f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
+            f"{tuple(text.shape)}, but all ranks need the same [b, D]; over all ranks, [image rows, "
+            f"image width, text rows, text width] ranges from {lower} to {upper}; drop the last uneven batch "
+            "(drop_last=True)"
+        )
+    if has_ids != all_have_ids:
+        raise ValueError(
+            "some ranks pass group_id and others do not; pass it on every rank or on none"
+        )
+    for name, smallest, largest in (
+        ("scale", scale_least, scale_most),
+        ("bias", bias_least, bias_most),
+    ):
+        # Different GPUs may round exp(log_scale) differently.
+        if largest - smallest > 1e-5 * max(abs(smallest), abs(largest)):
+            raise ValueError(
+                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}, because its "
+                f"gradient is not averaged over ranks; make the {name} a parameter of the wrapped module, and return "
+                "it from the module's forward"
+            )
+
+
+def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:
+    """Warn on rank 0 about features that are not unit rows, and about a logit scale that looks like a logarithm."""
+    if comm.rank(group) > 0:
+        return
+    unit = True
+    for name, rows in (("image", image), ("text", text)):
+        worst = (rows.detach().float().norm(dim=-1) - 1).abs().max().item() if len(rows) else 0.0
+        if worst > NORM_TOLERANCE:
+            unit = False
+            warn(
+                f"{name} features are not normalized, and the loss depends on their norms: the norm of a row is "
+                f"{worst:.2f} away from 1; normalize them with F.normalize(features, dim=-1)"
+            )
+    if unit and scale.item() <= LARGEST_LOG:
+        warn(
+            f"the logit scale is {scale.item():.2f}, which looks like a logarithm; pass "
+            "logit_scale.exp(), which starts at 14.3 in CLIP and 10 in SigLIP"
+        )
+
+
+def warn(text: str) -> None:
+    """Issue a warning that points to the line of the user's code that called torch or this package."""
+    frame = sys._getframe()
+    level = 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(("torch.", "disco_ds.")):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from disco_ds.distributed import comm
@@ -26,10 +27,10 @@ from disco_ds.losses.blocks import (
     TiledLoss,
     add_pairs,
     assign_sides,
+    check_shift,
     inner_product,
     overflow_shift,
     pair_cosines,
-    shift_fits,
 )
 from disco_ds.losses.kernels import full_dtype
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
@@ -54,9 +55,6 @@ class FastCLIPLoss(TiledLoss):
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
         options: Keyword arguments of TiledLoss.
-
-    Raises:
-        ValueError: For values out of range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
@@ -71,26 +69,19 @@ class FastCLIPLoss(TiledLoss):
     def __init__(
         self,
         gamma: GammaSchedule | None = None,
-        gamma_min: float = 0.2,
-        gamma_epochs: int | None = None,
-        eps: float = 1e-14,
-        tau: float | None = None,
+        gamma_min: Annotated[float, Field(gt=0, le=1)] = 0.2,
+        gamma_epochs: Annotated[int, Field(ge=1)] | None = None,
+        eps: Annotated[float, Field(ge=0)] = 1e-14,
+        tau: Annotated[float, Field(gt=0)] | None = None,
         memory: Memory = "device",
         **options: Any,
     ):
         super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
-        if not (0 < gamma_min <= 1 and (gamma_epochs is None or gamma_epochs >= 1) and eps >= 0):
-            raise ValueError(
-                "expected 0 < gamma_min <= 1, gamma_epochs >= 1 and eps >= 0; "
-                f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
-            )
         self.gamma_min = gamma_min
         self.gamma_epochs = gamma_epochs
         self.eps = eps
         self.tau = self.default_tau if tau is None else tau
-        if self.tau <= 0:
-            raise ValueError(f"tau must be positive, got {self.tau}")
         self.initial_scale = 1 / self.tau
         self.memory: Memory = memory
         self.state: SampleState | None = None
@@ -158,18 +149,8 @@ class FastCLIPLoss(TiledLoss):
         """Apply the per-sample state that the last forward staged."""
         self._state().commit()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the samples that this rank owns.
-
-        Raises:
-            ValueError: If another module calls this to build its own state_dict. The result could not be loaded.
-        """
-        if args or kwargs:
-            raise ValueError(
-                f"{type(self).__name__} cannot be a part of another module's state_dict, because each rank keeps the "
-                "state of different samples; save the loss.state_dict() of every rank, and pass the list of all of "
-                "them to load_state_parts"
-            )
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of the samples that this rank owns."""
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
@@ -203,7 +184,7 @@ class _FastCLIP(torch.autograd.Function):
         b = len(rows)
         group = loss.group
         cross = Gathered(columns, loss)
-        rows, columns = cross.tiling.hold(rows), cross.own
+        rows, columns = cross.tiling.quantize(rows), cross.local
         cosines = pair_cosines(rows, columns, cross.tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
@@ -211,7 +192,7 @@ class _FastCLIP(torch.autograd.Function):
         # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
         # which the shift is computed. In that case, subtract a separate maximum in each sum.
         others = torch.stack([sums.rows, sums.columns])
-        if shift is not None and not shift_fits(shift, others, group)():
+        if shift is not None and not check_shift(shift, others, group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
             others = torch.stack([sums.rows, sums.columns])
@@ -233,8 +214,7 @@ class _FastCLIP(torch.autograd.Function):
         ctx.shift = shift
         ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
-        maxima = sums.rows_max, sums.columns_max
-        hits = [count_hits(*each) for each in zip(maxima, x, scales, strict=True)]
+        hits = [count_hits(*each) for each in zip(sums.maxima, x, scales, strict=False)]
         ctx.mark_non_differentiable(log_u, *hits)
         return (value.sum() / (2 * b)).to(full_dtype(rows)), log_u, *hits
 
@@ -261,7 +241,7 @@ class _FastCLIP(torch.autograd.Function):
         if moments is not None:
             # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
             # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
-            weighted = moments / tiling.gain() - cosines * weights
+            weighted = moments / tiling.underflow_scale() - cosines * weights
             d_tau = direct - 1 / gamma * scales * weighted
         elif needs_tau:
             # <rows, gradient of rows> is the sum of weight x h over all entries.

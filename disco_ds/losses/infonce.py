@@ -1,7 +1,11 @@
-"""InfoNCE computed tile by tile. `disco_fused`, `inf_cl` and `nt_xent` share this code."""
+"""InfoNCE, in five losses: `clip`, `disco`, `disco_fused` and `inf_cl`, which differ only in cost, and `nt_xent`.
 
-# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P softmax over a row,
-# Q softmax over a column
+`clip` and `disco` compute whole rows of the matrix of logits. The other losses compute the matrix tile by tile, and
+never store it.
+"""
+
+# b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale; x_ij = s <row i, column j>; P softmax over a
+# row, Q softmax over a column
 
 from __future__ import annotations
 
@@ -10,10 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from disco_ds.losses.base import Teacher, count_hits
+from disco_ds.distributed import comm
+from disco_ds.losses.base import (
+    TIE,
+    Embeddings,
+    Loss,
+    LossOutput,
+    Teacher,
+    TeacherWeight,
+    count_hits,
+    global_metrics,
+    register_loss,
+    teacher_metrics,
+)
 from disco_ds.losses.blocks import (
     Blocks,
+    Gathered,
+    GroupedLoss,
+    Ring,
     Softmaxes,
     TiledLoss,
     add_pairs,
@@ -22,6 +42,136 @@ from disco_ds.losses.blocks import (
     zero_gradient,
 )
 from disco_ds.losses.kernels import Groups, full_dtype
+
+
+class WholeRowsLoss(Loss):
+    """Base class of losses that compute whole rows of the matrix of logits.
+
+    Args:
+        group: The process group; None: all ranks.
+        teacher_weight: Weight of the targets of the teachers in Embeddings.teacher, from 0 to 1; the weight of the
+            pairs is 1 - teacher_weight. None: there is no teacher. See docs/losses.md section 9.
+    """
+
+    def __init__(self, group: Any = None, teacher_weight: TeacherWeight | None = None):
+        super().__init__()
+        self.group = group
+        self.teacher_weight = teacher_weight
+
+    def compute(
+        self, embeddings: Embeddings, logits_image: Tensor, logits_text: Tensor, local: slice
+    ) -> LossOutput:
+        """Compute the loss and the metrics of n pairs. Collective.
+
+        Args:
+            embeddings: Features of this rank.
+            logits_image: [n, B], the logits of the images of these pairs with all texts.
+            logits_text: [n, B], the logits of the texts of these pairs with all images.
+            local: The range of these pairs in the global batch.
+        """
+        both = logits_image, logits_text
+        labels = torch.arange(local.start, local.stop, device=logits_image.device)
+        loss = _cross_entropy(both, (labels, labels))
+        others = {}
+        if self.teacher_weight:
+            targets, entropy = self._find_targets(embeddings.teacher, both, local)
+            of_teachers = _cross_entropy(both, targets)
+            parts = torch.stack([loss, of_teachers, of_teachers - entropy]).detach()
+            others = teacher_metrics(embeddings, parts, self.group)
+            loss = loss + self.teacher_weight * (of_teachers - loss)
+        with torch.no_grad():
+            hits = [self._count_hits(logits, labels, embeddings.scale) for logits in both]
+            metrics = global_metrics(loss, hits, len(labels), self.group, others)
+        return LossOutput(loss, metrics)
+
+    @staticmethod
+    def _count_hits(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        pairs = logits.gather(1, labels[:, None])
+        at_top = logits >= pairs - TIE * scale.abs()
+        return (at_top.sum(1) == 1).sum()
+
+    def _find_targets(
+        self, teachers: Sequence[Teacher], logits: Sequence[Tensor], local: slice
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the teachers' mean softmaxes, [n, B] for each direction, and the mean of their entropies, 0-d."""
+        targets = [torch.zeros_like(x) for x in logits]
+        entropy = logits[0].new_zeros(())
+        for teacher in teachers:
+            dtype = full_dtype(teacher.image)
+            image, text = (
+                comm.gather(x.detach(), self.group).to(dtype) for x in (teacher.image, teacher.text)
+            )
+            with torch.autocast(image.device.type, enabled=False):  # it would multiply in 16 bits
+                sides = (image, text), (text, image)
+                for target, (side, other) in zip(targets, sides, strict=True):
+                    softmax = (teacher.scale.detach() * (side[local] @ other.T)).softmax(1)
+                    target += softmax / len(teachers)
+                    entropy -= torch.special.xlogy(softmax, softmax).sum(1).mean()
+        return targets, entropy / (2 * len(teachers))
+
+
+def _cross_entropy(logits: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the cross-entropies of both directions."""
+    image, text = (F.cross_entropy(x, y) for x, y in zip(logits, targets, strict=True))
+    return (image + text) / 2
+
+
+@register_loss("clip")
+class FullMatrixLoss(WholeRowsLoss):
+    """InfoNCE over the global batch, with O(B^2 D) work and O(B^2) memory on each rank.
+
+    Every rank computes the whole matrix, which gives it the whole gradient of its own rows, so only forward
+    communicates. Collective: every rank must call this. Source: docs/losses.md section 1; DisCo-CLIP equation 1.
+
+    The options are those of WholeRowsLoss.
+    """
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss from the whole B x B matrix of logits. Collective."""
+        dtype = full_dtype(embeddings.image)
+        I_A = _gather_own_gradient(embeddings.image.to(dtype), self.group)
+        T_A = _gather_own_gradient(embeddings.text.to(dtype), self.group)
+        with torch.autocast(I_A.device.type, enabled=False):  # autocast would multiply in 16 bits
+            logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
+        return self.compute(embeddings, logits, logits.T, slice(0, len(logits)))
+
+
+def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:
+    """Gather the rows of all ranks. Only this rank's rows get a gradient, multiplied by N, as base.py requires."""
+    N, n, b = comm.size(group), comm.rank(group), len(x)
+    rows = comm.gather(x.detach(), group=group)
+    local = x.detach() + N * (x - x.detach())  # exactly the value of x, with N times the gradient
+    return torch.cat([rows[: n * b], local, rows[(n + 1) * b :]])
+
+
+@register_loss("disco")
+class DisCoLoss(WholeRowsLoss):
+    """InfoNCE over the global batch, with the same value and gradient as the loss `clip`.
+
+    It takes O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
+    Algorithm 1. The paper averages the gradients of gathered features over ranks. Here the engine averages
+    parameter gradients over ranks, and averaging twice would leave only 1/N of the gradient. So this loss sums the
+    gradients of gathered features instead (docs/losses.md section 1).
+    The paper's all_reduce is a reduce_scatter here: a rank receives only the gradients of its own features.
+    Collective in forward and backward: every rank must call this.
+
+    The options are those of WholeRowsLoss.
+    """
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss from this rank's images with all texts, and its texts with all images. Collective."""
+        dtype, s = full_dtype(embeddings.image), embeddings.scale
+        I_n, T_n = embeddings.image.to(dtype), embeddings.text.to(dtype)
+        b, n = len(I_n), comm.rank(self.group)
+        I_A = comm.gather(I_n, self.group)  # [B, D]
+        T_A = comm.gather(T_n, self.group)
+        # As in Algorithm 1, take this rank's rows from the gathered matrix. The backward of gather sums gradients over
+        # ranks, and this way the sum includes the gradient of these rows.
+        local = slice(n * b, (n + 1) * b)
+        with torch.autocast(I_n.device.type, enabled=False):  # autocast would multiply in 16 bits
+            logits_image = s * (I_A[local] @ T_A.T)  # [b, B]
+            logits_text = s * (T_A[local] @ I_A.T)
+        return self.compute(embeddings, logits_image, logits_text, local)
 
 
 class InfoNCE(torch.autograd.Function):
@@ -61,25 +211,25 @@ class InfoNCE(torch.autograd.Function):
             for side, other_side, teacher in teachers
         ]
         for each in taught:
-            if not each.fits():
-                each.drop_shift()
+            if not each.shift_is_safe():
+                each.recompute_per_row()
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
         gradients: tuple[Tensor | None, ...] = ()
         target_gradient: Tensor | None = None
-        # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
-        # has work while the host reads the answer and prepares what follows.
-        if rows.is_cuda or student.fits():
+        # Almost every shift is safe. On a GPU, compute the gradients before the host waits for the check, so that the
+        # GPU has work while the host reads the result and prepares what follows.
+        if rows.is_cuda or student.shift_is_safe():
             gradients, target_gradient = _gradients(student, taught, needed)
-        if not student.fits():
+        if not student.shift_is_safe():
             gradients, target_gradient = (), None  # frees the memory of those computed above
-            student.drop_shift()
+            student.recompute_per_row()
             gradients, target_gradient = _gradients(student, taught, needed)
         ctx.gradients = gradients
         # backward does not need the shift; tests and tools/check/losses.py read it.
         ctx.shift = student.shift
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
-        x, sums = student.x, student.sums
-        per_pair = torch.logaddexp(torch.zeros_like(x), student.others - x).sum(0)
+        x, sums = student.pair_logits, student.sums
+        per_pair = torch.logaddexp(torch.zeros_like(x), student.negatives_lse - x).sum(0)
         if groups is not None and groups.share is not None and sums.positives is not None:
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
@@ -87,7 +237,7 @@ class InfoNCE(torch.autograd.Function):
         parts: Tensor | None = None
         if target_gradient is not None:
             per_pair, parts = _add_teacher_loss(per_pair, student, taught, target_gradient)
-        hits = [count_hits(top, x, student.scale) for top in (sums.rows_max, sums.columns_max)]
+        hits = [count_hits(largest, x, student.scale) for largest in sums.maxima]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
 
@@ -113,8 +263,8 @@ def _add_teacher_loss(
         directions of its parts, [3]: the loss of the pairs, the cross-entropy with the targets, and the mean of
         KL(teacher, student) over the teachers. Without the entropy of the targets, the last one is left out.
     """
-    x = student.x
-    lifted = len(x) * student.tiling.gain()
+    x = student.pair_logits
+    lifted = len(x) * student.tiling.underflow_scale()
     weight = sum(teacher.weight for teacher in teachers)
     of_pairs = per_pair.mean()
     # In the loss, soft targets move the probability of each negative from the positive pair's logit to the negative's.
@@ -125,7 +275,7 @@ def _add_teacher_loss(
     if student.maxima:
         entropy = torch.zeros_like(change)
         for teacher in teachers:
-            y = teacher.x
+            y = teacher.pair_logits
             entropy += teacher.weight * (teacher.lse - y).sum(0).mean()
             entropy += (teacher.negative_mass * y).mean()
             assert teacher.weighted_columns is not None
@@ -162,7 +312,7 @@ def _gradients(
     for teacher in teachers:
         teacher.weighted_columns = zero_gradient(teacher.rows) if student.maxima else None
     d_rows, d_columns = student.blocks.gradient(
-        student.signed[0],
+        student.operands[0],
         student.scales,
         student.lse,
         student.shift,
@@ -173,13 +323,13 @@ def _gradients(
     )
     if target_gradient is not None and d_rows is not None:
         d_rows -= target_gradient
-    # A shift never fits a negative scale, so the gradients that are used are computed without one.
+    # A shift is never safe for a negative scale, so the gradients that are used are computed without one.
     if student.shift is None and d_columns is not None:
-        d_columns = student.absorb_sign(d_columns)  # it is a sum over the signed rows
+        d_columns = student.take_sign(d_columns)  # it is a sum over rows that contain the sign
     # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
     # other views. The gradient of the block's rows includes both contributions.
     for block, views, lse, total in zip(
-        student.same, student.signed, student.lse, (d_rows, d_columns), strict=False
+        student.same, student.operands, student.lse, (d_rows, d_columns), strict=False
     ):
         if total is not None:
             shifts = lse.expand(2, -1)
@@ -204,3 +354,63 @@ def _gradients(
         d_scale = total / scale
     gradients = d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
     return gradients, target_gradient
+
+
+@register_loss("disco_fused")
+class DisCoFusedLoss(GroupedLoss):
+    """InfoNCE over the global batch, with the same value and gradient as the losses `clip` and `disco`.
+
+    Texts are gathered once. Each rank computes one block of similarities, its own images against all texts, tile
+    by tile. Sums over the block's rows give the image-to-text loss. Sums over its columns, completed by one
+    all_reduce of B numbers, give the text-to-image loss. A reduce_scatter sends the gradient of each text back to the
+    rank that the text came from. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
+
+    The options are those of GroupedLoss (blocks.py).
+    """
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss, with the features of one side gathered from all ranks. Collective."""
+        return self.compute(InfoNCE, embeddings, Gathered, False)
+
+
+@register_loss("inf_cl")
+class InfCLLoss(GroupedLoss):
+    """InfoNCE over the global batch, with the same value and gradient as the losses `clip` and `disco`.
+
+    No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once for the
+    sums, and once more together with its gradient. The next block is received while the current one is multiplied.
+    Memory: four b x D blocks and one tile. The options are those of GroupedLoss (blocks.py).
+
+    Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
+    """
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
+        return self.compute(InfoNCE, embeddings, Ring, False)
+
+
+@register_loss("nt_xent")
+class NTXentLoss(TiledLoss):
+    """Mean over all 2B views i of -log(exp(x_ij) / sum of exp(x_ik) over all 2B - 1 other views k).
+
+    j is the other view of the same image, and x are the similarities times the scale, which is 1 / temperature. In
+    Embeddings, the second view takes the place of the text. Three blocks of similarities are computed in tiles:
+    first views against second views, first against first, and second against second. Source: SimCLR
+    (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1; docs/losses.md section 7.
+
+    Args:
+        ring: Send views around a ring (as in `inf_cl`) instead of gathering them (as in
+            `disco_fused`).
+        options: Keyword arguments of TiledLoss.
+    """
+
+    initial_scale = 10.0
+
+    def __init__(self, ring: bool = False, **options: Any):
+        super().__init__(**options)
+        self.ring = ring
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss of both views. Collective."""
+        make_blocks = Ring if self.ring else Gathered
+        return self.compute(InfoNCE, embeddings, make_blocks, True)

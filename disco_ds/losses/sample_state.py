@@ -62,8 +62,8 @@ class SampleState:
         self.samples = 0
         """Number of samples in all batches committed so far, counting repetitions."""
         device = comm.local_device() if memory == "device" else torch.device("cpu")
-        num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
-        never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
+        num_local = len(range(comm.rank(group), num_samples, comm.size(group)))
+        never_seen = torch.full((num_local, 2), -math.inf, dtype=torch.float64, device=device)
         self.values = {"log_u": never_seen}
         """Values of the samples that this rank owns, by name: [number of owned samples, 2] float64.
 
@@ -74,7 +74,7 @@ class SampleState:
             self.values["tau"] = torch.full_like(never_seen, step.start)
             self.values["exp_avg"] = torch.zeros_like(never_seen)
             self.values["exp_avg_sq"] = torch.zeros_like(never_seen)
-            self.values["steps"] = torch.zeros(num_own, dtype=torch.int32, device=device)
+            self.values["steps"] = torch.zeros(num_local, dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
         self._staged: dict[str, Tensor] = {}
 
@@ -100,15 +100,15 @@ class SampleState:
                 f"{self.num_samples}), the range given to set_num_samples; take ids and "
                 "num_samples from the same data set"
             )
-        mine, slots = self._own()
+        local, slots = self._find_local()
         names = [name for name in ("log_u", "tau") if name in self.values]
         held = torch.cat([self.values[name][slots] for name in names], 1)
         # Only the rank that owns a sample fills in its row. The row is zero on all other ranks, so the sum over
         # ranks is the owner's value.
         out = torch.zeros(len(self._ids), held.shape[1], dtype=torch.float64, device=index.device)
-        out[mine] = held.to(index.device)
-        own = comm.reduce_scatter_in_place(out, self.group)
-        return dict(zip(names, own.split(2, 1), strict=True))
+        out[local] = held.to(index.device)
+        values = comm.reduce_scatter_in_place(out, self.group)
+        return dict(zip(names, values.split(2, 1), strict=True))
 
     def stage(self, name: Literal["log_u", "tau_gradient"], value: Tensor) -> None:
         """Stage new values or gradients, [b, 2] float64, for the samples of the last `fetch`. Collective."""
@@ -118,11 +118,11 @@ class SampleState:
     def commit(self) -> None:
         """Apply what was staged. If a sample occurs several times in the batch, use the mean of its u or gradients."""
         assert self._ids is not None, "nothing is staged"
-        mine, slots = self._own()
+        local, slots = self._find_local()
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
         where = inverse[:, None].expand(-1, 2)
         counts = counts[:, None]
-        staged = {name: value[mine].to(slots.device) for name, value in self._staged.items()}
+        staged = {name: value[local].to(slots.device) for name, value in self._staged.items()}
         zeros = self.values["log_u"].new_zeros(len(unique), 2)
         log_u = staged["log_u"]
         # Compute the mean of u from logarithms. Subtract each sample's largest log u, so that exp does not overflow.
@@ -155,7 +155,7 @@ class SampleState:
         values["steps"][slots] = steps
         values["tau"][slots] = tau.clamp(step.low, step.high)
 
-    def _own(self) -> tuple[Tensor, Tensor]:
+    def _find_local(self) -> tuple[Tensor, Tensor]:
         """Find which of the sample ids in the last fetched batch this rank owns.
 
         Returns:
@@ -163,8 +163,8 @@ class SampleState:
         """
         assert self._ids is not None
         N = comm.size(self.group)
-        mine = self._ids % N == comm.rank(self.group)
-        return mine, (self._ids[mine] // N).to(self.values["log_u"].device)
+        local = self._ids % N == comm.rank(self.group)
+        return local, (self._ids[local] // N).to(self.values["log_u"].device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the samples that this rank owns."""
@@ -198,8 +198,8 @@ class SampleState:
                     "started with"
                 )
             ids = torch.arange(m, self.num_samples, M)
-            mine = ids % N == n
-            slots = ids[mine] // N
+            local = ids % N == n
+            slots = ids[local] // N
             for name, value in self.values.items():
-                value[slots.to(value.device)] = part["values"][name][mine].to(value.device)
+                value[slots.to(value.device)] = part["values"][name][local].to(value.device)
             self.samples = part["samples"]

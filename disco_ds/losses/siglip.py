@@ -84,12 +84,12 @@ class _SigLIP(torch.autograd.Function):
         b = len(rows)
         blocks = Ring(columns, loss, groups)
         tiling = blocks.tiling
-        sent = blocks.own
+        sent = blocks.local
         needs_rows, needs_columns, needs_scale, *_, needs_bias = (
             trains and needed for needed in ctx.needs_input_grad
         )
         scale = divisible_scale(scale.detach())
-        rows = tiling.hold(rows)
+        rows = tiling.quantize(rows)
         z = scale * pair_cosines(rows, sent, tiling) + bias.double()
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
         # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
@@ -120,24 +120,24 @@ class _SigLIP(torch.autograd.Function):
             )
             total.add_(sums.loss)
             weight.add_(sums.weight)
-            top = sums.rows_max
-            largest = top if largest is None or top is None else torch.maximum(largest, top)
-            return [x for x in (sums.columns_max, d_others) if x is not None]
+            for top in sums.maxima[:1]:
+                largest = top if largest is None else torch.maximum(largest, top)
+            return [*sums.maxima[1:], *([] if d_others is None else [d_others])]
 
-        def join(mine: list[Tensor], theirs: list[Tensor]) -> None:
+        def join(local: list[Tensor], received: list[Tensor]) -> None:
             if loss.accuracy:
-                torch.maximum(mine[0], theirs[0], out=mine[0])
+                torch.maximum(local[0], received[0], out=local[0])
             if needs_columns:
-                mine[-1].add_(theirs[-1])
+                local[-1].add_(received[-1])
 
-        sides = [sent, *(target.blocks.own for target in soft_targets)]
+        sides = [sent, *(target.blocks.local for target in soft_targets)]
         home = comm.circulate(sides, visit, join, loss.group)
         d_columns = home[-1] if needs_columns else None
         parts: Tensor | None = None
         if target_gradient is not None:
             if d_rows is not None:
                 d_rows -= target_gradient
-            change = -scale[0] * inner_product(rows, target_gradient) / tiling.gain()
+            change = -scale[0] * inner_product(rows, target_gradient) / tiling.underflow_scale()
             entropy = torch.zeros_like(change)
             for target in soft_targets:
                 # The teacher's probability replaces the target 1 of a positive pair and the target 0 of a negative.
@@ -160,7 +160,7 @@ class _SigLIP(torch.autograd.Function):
         # them.
         d_bias = (weight / b).view(1) if needs_bias else None
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
-        maxima = largest, home[0] if loss.accuracy else None
+        maxima = [] if largest is None else [largest, home[0]]
         hits = [count_hits(x, z, scale) for x in maxima]
         ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
         return (total / b).to(full_dtype(rows)), parts, *hits
@@ -191,10 +191,10 @@ class _SigmoidTargets:
         scale = divisible_scale(teacher.scale.detach())
         # The tiles need a positive scale.
         self.scale = scale.abs()
-        self.rows = self.tiling.hold(rows * scale.sign().to(rows.dtype))
+        self.rows = self.tiling.quantize(rows * scale.sign().to(rows.dtype))
         bias = teacher.bias
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
-        self.y = self.scale * pair_cosines(self.rows, self.blocks.own, self.tiling) + self.bias
+        self.y = self.scale * pair_cosines(self.rows, self.blocks.local, self.tiling) + self.bias
         self.weighted_columns = zero_gradient(self.rows)
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
 
@@ -208,6 +208,6 @@ class _SigmoidTargets:
         # The entropy of an entry is softplus(y) - sigmoid(y) y.
         softplus, sigmoid = self.sums
         y = self.y
-        product = inner_product(self.rows, self.weighted_columns) / self.tiling.gain()
+        product = inner_product(self.rows, self.weighted_columns) / self.tiling.underflow_scale()
         of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
         return softplus - self.scale[0] * product - self.bias[0] * sigmoid + of_pairs

@@ -1,8 +1,9 @@
 """A small convolutional image tower for 32-pixel images, registered with timm as `disco_convnet`.
 
 Importing this file registers the tower with timm, and thereby with open_clip. Code that loads an exported model with
-this tower must import this file first. The tower uses no batch statistics, so its gradient does not depend on how a
-batch is split.
+this tower must import this file first. The quickstart uses it because the small models of timm that were tried on its
+emoji learn far less in the same time: at most 19% top-1, where this tower reaches 32%. The tower uses no batch
+statistics, so its gradient does not depend on how a batch is split.
 """
 
 from __future__ import annotations

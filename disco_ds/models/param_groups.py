@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from timm.models import group_parameters
 from torch import nn
 
 from disco_ds.config import OptimSettings
+from disco_ds.distributed.comm import DTYPES
 
+PARAMETER_DTYPES = DTYPES | {"autocast": torch.float32}
+"""Maps the precision in the ds_config to the dtype of the parameters."""
 SCALES = ("logit_scale", "logit_bias")
 """Names of the parameters that belong to neither tower."""
 KINDS = ("muon", "matrices", "vectors", "scale")

@@ -5,6 +5,7 @@ checkpoints/weights.py reads the weights that a run of disco_ds has trained.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
@@ -19,7 +20,7 @@ from open_clip.factory import _find_checkpoint_in_dir, load_checkpoint
 from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed
 from open_clip.transform import merge_preprocess_dict
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from disco_ds.config import ModelSettings
 from disco_ds.models.param_groups import SCALES
@@ -368,3 +369,12 @@ def warn_of_random_tower(settings: ModelSettings) -> None:
                 "config names weights, the tower stays random; set model.pretrained",
                 side,
             )
+
+
+def hash_weights(model: nn.Module) -> str:
+    """Return a digest of the state_dict: names, dtypes, shapes and values of all parameters and persistent buffers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

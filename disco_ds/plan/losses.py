@@ -15,13 +15,9 @@ import torch
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
 from disco_ds.losses.blocks import TiledLoss, chunk_rows
-from disco_ds.losses.clip import FullMatrixLoss
-from disco_ds.losses.disco import DisCoLoss
-from disco_ds.losses.disco_fused import DisCoFusedLoss
 from disco_ds.losses.fastclip import FastCLIPLoss
-from disco_ds.losses.inf_cl import InfCLLoss
+from disco_ds.losses.infonce import DisCoFusedLoss, DisCoLoss, FullMatrixLoss, InfCLLoss, NTXentLoss
 from disco_ds.losses.kernels.torch_tiles import STRIP
-from disco_ds.losses.nt_xent import NTXentLoss
 from disco_ds.losses.siglip import SigLIPLoss
 
 

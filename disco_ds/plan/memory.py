@@ -13,7 +13,7 @@ from typing import Any
 
 from disco_ds.config import Config, OptimSettings, Tree, render_ds_config
 from disco_ds.data.batches import LEAST_AHEAD, count_buffers, count_on_device
-from disco_ds.models.dtypes import PARAMETER_DTYPES
+from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import Towers

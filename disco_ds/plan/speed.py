@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from disco_ds.config import Config, Tree, render_ds_config
 from disco_ds.config.ds_config import precision, zero_stage
-from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.gpus import Gpu
+from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers

@@ -30,8 +30,8 @@ from disco_ds.config import Config
 from disco_ds.data import MicroBatch
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
-from disco_ds.models.dtypes import PARAMETER_DTYPES
 from disco_ds.models.fast import find_counter
+from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
 

@@ -68,10 +68,10 @@ from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import (
     download_weights,
     find_weights,
+    hash_weights,
     read_overrides,
     warn_of_random_tower,
 )
-from disco_ds.models.weights_hash import hash_weights
 from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings

@@ -21,7 +21,7 @@ from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
-from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
+from disco_ds.losses.drop_in import check_alike, warn, warn_of_unusual
 from disco_ds.training.engine import NOT_FINITE, backward_and_step
 from disco_ds.training.grad_accum import (
     Features,

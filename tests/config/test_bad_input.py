@@ -52,9 +52,6 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
     return path
 
 
-LEVELS = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-BOMB = f"{{a0: &a0 [x], {', '.join(LEVELS)}}}"
-"""A mapping whose aliases expand to 9^11 values."""
 TEXTS = {
     "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "syntax error"),
     "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "syntax error"),
@@ -71,18 +68,6 @@ TEXTS = {
         "steps must be a valid integer, got 'many'",
     ),
     "a key of a list": (f"{TEXT}\n? [a, b]\n: 2", "line 12: found unhashable key"),
-    "a YAML anchor bomb in options": (
-        f"{TEXT}\nloss: {{options: {{x: {BOMB}}}}}",
-        "more than 100,000 keys",
-    ),
-    "a YAML anchor bomb in deepspeed": (
-        TEXT.replace("deepspeed: {}", f"deepspeed: {BOMB}"),
-        "more than 100,000 keys",
-    ),
-    "an anchor that contains itself": (
-        f"{TEXT}\nmodel: {{options: &a {{x: *a}}}}",
-        "more than 100,000 keys",
-    ),
     "many unknown keys": ("".join(f"zz{n}: 1\n" for n in range(9)) + TEXT, "unknown key zz8"),
 }
 
@@ -126,7 +111,6 @@ OVERRIDES = [
     ("steps='1%s'" % ("0" * 400), "steps must be less than or equal to"),
     ("epochs=1e300", "epochs must be less than or equal to 1000000"),
     ("checkpoint.every_epochs=1e300", "checkpoint.every_epochs must be less than or equal to 1000000"),
-    (f"model.options={BOMB}", "more than 100,000 keys"),
     ("micro_batch=true", "micro_batch: true is not valid"),
     ("name=a/b", "name is 'a/b'; expected"),
     ("name=..", "name is '..'"),
@@ -141,13 +125,9 @@ OVERRIDES = [
     ("eval.caption_key=", "eval.caption_key"),
     ("eval.classes={a: b}", "eval.classes.a: no labeled set"),
     ("eval.templates={a: b}", "eval.templates.a: no labeled set"),
-    ("data.remote.timeout_s=400", "data.remote.timeout_s is not a setting anymore: it follows"),
-    ("data.remote.tries=9", "data.remote.tries is not a setting anymore"),
-    ("data.worker_timeout_s=9", "data.worker_timeout_s is not a setting anymore"),
-    ("data.retry_s=9", "data.retry_s is not a setting anymore: it follows from timeout_s"),
-    ("data.stages=a:b", "data.stages is not a setting anymore: its name is data.transforms"),
-    ("data.sources=[{stages: 'a:b'}]", "data.sources.stages is not a setting anymore"),
-    ("log.wandb.group=a", "log.wandb.group is not a setting anymore: set the environment variable WANDB_RUN_GROUP"),
+    ("data.remote.tries=9", "data.remote.tries: this is not a setting"),
+    ("data.worker_timeout_s=9", "data.worker_timeout_s: this is not a setting"),
+    ("data.retry_s=9", "unknown key data.retry_s"),
     ("data.workers=1000000", "less than or equal to 1024"),
     ("data.slots=1000000000", "less than or equal to"),
     ("checkpoint.copy_command=cp {path} {nam}", "checkpoint.copy_command: expected"),

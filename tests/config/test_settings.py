@@ -230,12 +230,6 @@ def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
     assert load_config(path) == config
 
 
-def test_former_defaults_of_removed_settings_are_accepted() -> None:
-    """A run folder of an earlier version contains all settings."""
-    former = ["data.retry_s=60", "data.stages=null", "data.remote={tries: 5, timeout_s: 60.0}"]
-    assert load_config("quickstart", former) == load_config("quickstart")
-
-
 def test_timeouts_of_the_data_follow_from_the_timeout_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(settings(timeout_s=100).to_yaml(), encoding="utf-8")

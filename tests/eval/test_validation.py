@@ -83,7 +83,8 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
         ]
     named = EvalSettings(validation={"pairs": str(tmp_path / "val.csv")}, caption_key="{text}")
     with pytest.raises(
-        ValueError, match=r"^eval\.validation\.pairs: .* has the columns filepath, title"
+        ValueError,
+        match=r"^eval\.validation\.pairs: .* no column text; its columns: filepath, title.*eval\.caption_key",
     ):
         load_sets(named, DATA)
 
@@ -125,6 +126,35 @@ def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: in
         assert {retrieval.values[f"{way}_r1"] for way in ("i2t", "t2i")} == {1.0}
         assert validation.counts == {"num_pairs": 12, "num_broken": 2}
         assert validation.values["i2t_at_12"] == 1.0
+
+
+def test_identical_captions_and_images_are_all_right_answers(tmp_path: Path) -> None:
+    """Images 0 and 1 share a caption, images 2 and 3 their pixels. A line break does not divide a caption."""
+    for number, color in enumerate((0, 1, 2, 2)):
+        Image.new("RGB", (8, 8), (color, 0, 0)).save(tmp_path / f"{number}.png")
+    rows = ["0.png,0 a title", "1.png,0 a title", '2.png,"2 two', 'lines"', "3.png,2 three"]
+    (tmp_path / "five.csv").write_text("\n".join(["filepath,title", *rows]))
+    (retrieval,) = [x for x in evaluate_table(tmp_path) if x.name == "r"]
+    assert retrieval.counts == {"num_images": 4, "num_texts": 4, "num_broken": 0}
+    # Image 1 is red 1, but both of its captions begin with 0: it ties with no caption of its own.
+    assert retrieval.values["t2i_r1"] == 1.0
+    assert retrieval.values["i2t_r1"] == 0.75
+
+
+def test_labeled_csv_is_classified_and_needs_no_groups(tmp_path: Path) -> None:
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    rows = "".join(f"{number}.png,{number} word\n" for number in (0, 1, 2, 2))
+    (tmp_path / "val.csv").write_text(f"filepath,category\n{rows}none.png,0 word\n0.png,\n")
+    sets = EvalSettings(labeled={"x": str(tmp_path / "val.csv")}, label_key="{category}")
+    data = DATA.model_copy(update={"group_by": "{product}"})
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([int(text.partition(" ")[0] or 0) for text in texts])
+
+    (found,) = evaluate_sets(ByColor(), load_sets(sets, data), ImageSpec((4, 4)), tokenize, 4)
+    assert found.counts == {"num_classes": 3, "num_images": 4, "num_broken": 2}
+    assert (found.values["top1"], found.values["chance"]) == (1.0, pytest.approx(1 / 3))
 
 
 class Norm(torch.nn.Module):

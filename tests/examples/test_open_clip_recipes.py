@@ -16,7 +16,7 @@ from open_clip_train.params import parse_args
 from disco_ds.cli.main import main
 from disco_ds.cli.options import make_parser
 from disco_ds.config import Config, load_config
-from disco_ds.config.open_clip_flags import read_words
+from disco_ds.config.load import read_words
 from disco_ds.models.clip import register_config
 from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.build import build

@@ -27,8 +27,8 @@ NAME = "our_package.my_losses:SmoothedLoss"
 OTHERS = """
 import torch
 from disco_ds.losses import Loss
-from disco_ds.losses.clip import FullMatrixLoss
-from disco_ds.losses.disco_fused import DisCoFusedLoss
+from disco_ds.losses.infonce import FullMatrixLoss
+from disco_ds.losses.infonce import DisCoFusedLoss
 
 class Unplanned(FullMatrixLoss):
     pass

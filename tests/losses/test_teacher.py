@@ -310,7 +310,7 @@ def test_teacher_and_loss_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"teacher_weight": 1.5}, "from 0 to 1, got 1.5"),
+        ({"teacher_weight": 1.5}, "teacher_weight=1.5: .*less than or equal to 1"),
         ({"teacher_weight": 0.5, "same_group": "positives"}, "same_group=positives does not work"),
     ],
 )

@@ -201,7 +201,7 @@ def cases(variant: str, precision: str, arch: int) -> list[triton.Config]:
     persistent = arch >= 90 and not variant.startswith("log") and not variant.endswith("+groups")
     args = {"r": torch.empty(0, dtype=dtype), "tuned": 2 + persistent}
     name = "tf32" if precision == "tf32" else "ieee"
-    return kernels.list_fitting(args, PRECISION=name, **VARIANTS[variant][1])
+    return kernels.list_candidates(args, PRECISION=name, **VARIANTS[variant][1])
 
 
 def main() -> int:

@@ -122,8 +122,8 @@ def check_far(beyond: int, record: Record) -> None:
     )
     shift, scale = (torch.tensor([x], dtype=torch.float64, device=device()) for x in (SHIFT, 14.3))
     near, last = (
-        tiling.round(features(n, D, device(), 1)),
-        tiling.round(features(n, D, device(), 2)),
+        tiling.quantize_tile(features(n, D, device(), 1)),
+        tiling.quantize_tile(features(n, D, device(), 2)),
     )
     true = (near.double() @ last.double().T * scale - shift).exp()
 
@@ -188,7 +188,7 @@ def check_bits(precision: Precision, sizes: Sizes, record: Record) -> None:
 
     n, m = sizes.square.n, sizes.square.m
     tiling = Tiling(None, precision, "triton")
-    rows, columns = (tiling.round(x) for x in factors(sizes.square))
+    rows, columns = (tiling.quantize_tile(x) for x in factors(sizes.square))
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device())
     scale, bias = (torch.tensor([x], device=device()) for x in (14.3, -9.0))
     a, beta = torch.rand(n, device=device()), torch.rand(m, device=device())
@@ -236,7 +236,7 @@ def check_reference(sizes: Sizes, record: Record) -> None:
 def configurations(precision: str) -> list[Any]:
     from disco_ds.losses.kernels import triton_kernels as kernels
 
-    return kernels.PLAIN_CORES if precision == "fp32" else kernels.TENSOR_CORES + kernels.PERSISTENT
+    return kernels.PLAIN_CORES if precision == "fp32" else [*kernels.LIGHT, *kernels.HEAVY]
 
 
 def in_short(config: Any) -> str:

@@ -103,7 +103,7 @@ def check_tiles(
     from disco_ds.losses.kernels import triton_tiles
 
     on = on or on_tile
-    r, c = (lay_out(tiling.round(x), x.stride()) for x in (rows, columns))
+    r, c = (lay_out(tiling.quantize_tile(x), x.stride()) for x in (rows, columns))
     true = on(torch_tiles, r.double(), c.double(), pairs, tiling)
     mine, theirs = (on(tiles, r, c, pairs, tiling) for tiles in (triton_tiles, torch_tiles))
     for name, value in true.items():
@@ -122,8 +122,8 @@ def on_tile(
 
     Args:
         tiles: triton_tiles or torch_tiles.
-        r: [n, D], rows as Tiling.factor returns them.
-        c: [m, D], columns as Tiling.factor returns them.
+        r: [n, D], rows as Tiling.as_operand returns them.
+        c: [m, D], columns as Tiling.as_operand returns them.
         pairs: Row i and column i + pairs are a positive pair. None: the tile has no positive pairs.
         tiling: The tiling.
         grouped: Whether some rows and columns belong to groups. The outputs then leave out the entries of a row and a
@@ -133,11 +133,11 @@ def on_tile(
         Name of an output -> output.
     """
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
-    out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
+    out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.operand_dtype(r), device)
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
     a, beta = (
-        torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6)
+        torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.underflow_scale() * 1e-6)
         for k in (n, m)
     )
     groups = sparse_groups(n, m, device) if grouped else None
@@ -147,7 +147,8 @@ def on_tile(
     found["weights"] = tiles.exp_weights(tile, scale, shift, a, beta).clone()
     row_scale, column_scale = many_scales(n, m, dtype, device)
     lifted = [
-        900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)
+        900 - math.log(tiling.underflow_scale()) * torch.ones(k, dtype=dtype, device=device)
+        for k in (n, m)
     ]
     moments = tuple(torch.zeros(k, dtype=torch.float64, device=device) for k in (n, m))
     found["log weights"] = tiles.log_weights(
@@ -221,7 +222,7 @@ def check_blocks(
         first: Row i and column i + first are a positive pair. None: the block has no positive pairs.
         tiling: The tiling. Its implementation is ignored: both are run.
     """
-    exact_rows, exact_columns = (tiling.round(x).double() for x in (rows, columns))
+    exact_rows, exact_columns = (tiling.quantize_tile(x).double() for x in (rows, columns))
     true = on_block(exact_rows, exact_columns, first, replace(tiling, impl="torch"))
     mine, theirs = (
         on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch")
@@ -232,17 +233,16 @@ def check_blocks(
 
 def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> dict[str, Tensor]:
     """Run the public functions of disco_ds.losses.kernels on a block, and return their outputs by name."""
-    rows, columns = tiling.hold(rows), tiling.hold(columns)
+    rows, columns = tiling.quantize(rows), tiling.quantize(columns)
     dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
     block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
     sums = softmax_sums(block, True)
-    assert sums.rows_max is not None
     found = {
         "block rows": sums.rows.exp(),
         "block columns": sums.columns.exp(),
-        "block maxima": sums.rows_max,
+        "block maxima": sums.maxima[0],
     }
     # A row whose only column is its pair has no other entries, so its log-sum is log(0). Replace -inf by a number.
     shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]

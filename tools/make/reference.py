@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from disco_ds.config import Config, EmaSettings, SourceSettings, StageSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
-from disco_ds.config.open_clip_flags import read_words
+from disco_ds.config.load import read_words
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.config.settings import MAX_COUNT
 

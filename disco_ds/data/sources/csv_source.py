@@ -16,7 +16,7 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -93,10 +93,11 @@ class Table(Source):
         templates = [*settings.captions, settings.group_by or ""]
         fields = {field for template in templates for field in list_fields(template)}
         if image is None or not fields <= set(columns):
+            missing = sorted(fields - set(columns)) or [settings.image_key]
             raise ValueError(
-                f"{path} has the columns {', '.join(columns)}, but data.image_key is {settings.image_key} and "
-                f"data.captions and data.group_by name {', '.join(sorted(fields))}; change these settings, for example "
-                "to data.image_key=filepath data.captions={'{title}': 1}"
+                f"{path} has no column {', '.join(missing)}; its columns: {', '.join(columns)}. Name them in "
+                "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
+                "eval.label_key"
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no rows below its column names")
@@ -160,13 +161,13 @@ class TableReader:
 
 @dataclass(frozen=True, eq=False)
 class CaptionedImages(Source):
-    """The images of a table, each with the captions of all rows that contain its path. Used by evaluations."""
+    """The images of a table with their captions or labels. Used by evaluations."""
 
     table: Table
-    caption: str
-    """Template of a row's caption."""
-    rows: list[list[int]]
-    """The row numbers of each image."""
+    rows: list[int]
+    """The number of each image's first row."""
+    texts: list[list[str] | BrokenSample]
+    """The captions or labels of each image, without line breaks, or the reason why it has none."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -178,16 +179,31 @@ class CaptionedImages(Source):
         return CaptionedReader(self)
 
     @classmethod
-    def load(cls, table: Table, caption: str) -> CaptionedImages:
-        """Group the rows of a table by image. Each broken row is a separate group, so that it is counted as broken."""
-        rows: dict[str | int, list[int]] = {}
+    def load(cls, table: Table, template: str, joins: bool = True) -> CaptionedImages:
+        """Read the texts of a table.
+
+        Args:
+            table: The table.
+            template: Template of a row's text.
+            joins: Whether rows with the same path are one image with several texts. A broken row is always a separate
+                image, so that it is counted as broken.
+        """
+        texts: dict[str | int, tuple[int, list[str] | BrokenSample]] = {}
         with closing(TableReader(table)) as reader:
             for row in range(table.num_samples):
                 key: str | int = row
-                with suppress(BrokenSample):
-                    key = os.path.abspath(table.find(reader.read_row(row)[table.image]))
-                rows.setdefault(key, []).append(row)
-        return cls(table, caption, list(rows.values()))
+                try:
+                    values = reader.read_row(row)
+                    if joins:
+                        key = os.path.abspath(table.find(values[table.image]))
+                    text = " ".join(fill_template(template, values).split())
+                except BrokenSample as error:
+                    texts.setdefault(key, (row, error))
+                    continue
+                first, known = texts.get(key, (row, []))
+                texts[key] = first, [*([] if isinstance(known, BrokenSample) else known), text]
+        images = list(texts.values())
+        return cls(table, [row for row, _ in images], [known for _, known in images])
 
 
 class CaptionedReader(TableReader):
@@ -198,18 +214,17 @@ class CaptionedReader(TableReader):
         self._images = images
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """Return the image under the name of its column, and its captions, one per line, under "captions"."""
+        """Return the image under the name of its column, and its texts, one per line, under "texts"."""
+        texts = self._images.texts[entry]
+        if isinstance(texts, BrokenSample):
+            raise texts
         image = self._table.image
-        captions = []
-        for row in map(self.read_row, self._images.rows[entry]):
-            with suppress(BrokenSample):
-                captions.append(fill_template(self._images.caption, row))
-        data = read_regular(self._table.find(row[image]))
-        return {image: data, "captions": "\n".join(captions).encode()}
+        path = self._table.find(self.read_row(self._images.rows[entry])[image])
+        return {image: read_regular(path), "texts": "\n".join(texts).encode()}
 
     def name(self, shard: int, entry: int) -> str:
         """Return `file/row number` of the image's first row, for messages."""
-        return f"{self._table.path.name}/row {self._images.rows[entry][0]}"
+        return f"{self._table.path.name}/row {self._images.rows[entry]}"
 
 
 def _check_rows(table: Table) -> None:

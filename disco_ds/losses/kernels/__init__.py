@@ -3,17 +3,19 @@
 The only third-party packages that this folder imports are torch, Triton and packaging.
 """
 
-from disco_ds.losses.kernels.availability import find_problem
-from disco_ds.losses.kernels.sigmoid import SigmoidSums, SigmoidTarget, sigmoid_block
 from disco_ds.losses.kernels.similarity import (
     Block,
     Groups,
+    SigmoidSums,
+    SigmoidTarget,
     Sums,
     Weights,
+    find_problem,
+    sigmoid_block,
     softmax_gradient,
     softmax_sums,
 )
-from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, full_dtype
+from disco_ds.losses.kernels.tiles import Impl, Precision, TileSize, Tiling, full_dtype
 
 __all__ = [
     "Block",
@@ -23,6 +25,7 @@ __all__ = [
     "SigmoidSums",
     "SigmoidTarget",
     "Sums",
+    "TileSize",
     "Tiling",
     "Weights",
     "find_problem",

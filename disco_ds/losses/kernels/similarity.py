@@ -1,28 +1,37 @@
-"""Softmax over a block of similarities that is never in memory as a whole.
+"""Softmax and sigmoid over a block of similarities that is never in memory as a whole.
 
-This file computes the sums of exponentials and the gradients. Positive pairs are left out of the sums, and out of the
-weights with which the gradient adds up rows, because this is more accurate. If the probability p of a positive pair is
-close to 1, computing 1 - p loses digits; computing it from the sum over the other entries does not (docs/losses.md
-section 2).
+This file computes sums of exponentials, the sigmoid loss, and the gradients. Positive pairs are left out of the sums,
+and out of the weights with which the gradient adds up rows, because this is more accurate: if the probability p of a
+positive pair is close to 1, computing 1 - p loses digits; computing it from the sum over the other entries does not
+(docs/losses.md section 2).
 """
 
-# n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i,
-# column j>
+# n rows, m columns, D width; u is Tiling.underflow_scale
+# softmax: x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i, column j>
+# sigmoid: z_ij = scale <row i, column j> + bias, y: the teacher's z
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from types import ModuleType
 
 import torch
+from packaging.version import Version
 from torch import Tensor
+from torch.nn import functional as F
 
 from disco_ds.losses.kernels import torch_tiles
-from disco_ds.losses.kernels.availability import uses_triton
-from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
+from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling, full_dtype, pairs_offset
+
+FENCED = "3.7.1"
+"""Oldest version of Triton that is used on compute capability 10 and higher. `lacks_fence` states why."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,12 @@ class Positives:
     j: Tensor
     """[m], indices of the columns in the block."""
     r: Tensor
-    """[n, D], the rows, as returned by Tiling.factor."""
+    """[n, D], the rows, as returned by Tiling.as_operand."""
     c: Tensor
-    """[m, D], the columns, as returned by Tiling.factor."""
+    """[m, D], the columns, as returned by Tiling.as_operand."""
     logits: Tensor
     """[n, m], x in full precision."""
-    found: Tensor
+    mask: Tensor
     """[n, m] bool, True at positives."""
     share: Tensor
     """[n, 1], 1 / size of the row's group, in full precision."""
@@ -71,8 +80,8 @@ class Positives:
     def add_gradient(
         self, W: Tensor, tiling: Tiling, d_rows: Tensor | None, d_columns: Tensor | None
     ) -> None:
-        """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, with W set to 0 except at positives."""
-        W = tiling.round(W.mul_(tiling.gain()).masked_fill_(~self.found, 0))
+        """Add u x W @ columns to d_rows, and u x W^T @ rows to d_columns. W [n, m] is set to 0 except at positives."""
+        W = tiling.quantize_tile(W.mul_(tiling.underflow_scale()).masked_fill_(~self.mask, 0))
         for total, at, a, b in ((d_rows, self.i, W, self.c), (d_columns, self.j, W.T, self.r)):
             if total is not None:
                 out = total.new_empty(len(a), b.shape[1])
@@ -80,7 +89,7 @@ class Positives:
 
     def raise_maxima(self, largest: Sequence[Tensor]) -> None:
         """Update a block's maxima over positives with self.logits. `largest` is empty if maxima are not computed."""
-        logits = self.logits.masked_fill(~self.found, -math.inf)
+        logits = self.logits.masked_fill(~self.mask, -math.inf)
         for total, at, dim in zip(largest, (self.i, self.j), (1, 0), strict=False):
             total[1, at] = torch.maximum(total[1, at], logits.amax(dim).double())
 
@@ -90,15 +99,15 @@ class Block:
     """Rows, columns and the parameters of their similarities. The functions in `tiles` compute the similarities."""
 
     rows: Tensor
-    """[n, D], as returned by Tiling.hold."""
+    """[n, D], as returned by Tiling.quantize."""
     columns: Tensor
-    """[m, D], as returned by Tiling.hold."""
+    """[m, D], as returned by Tiling.quantize."""
     row_scale: Tensor
     """[n], positive."""
     column_scale: Tensor
     """[m], positive."""
-    first: int | None
-    """Row i and column i + first are a positive pair; None for a block without positive pairs."""
+    diagonal: int | None
+    """Row i and column i + diagonal are a positive pair; None for a block without positive pairs."""
     shift: Tensor | None
     """[1] float64, only for blocks whose scales are all equal. It is chosen so that exp(x - shift) and its sums do not
     overflow fp32. With a shift, each element takes one exponential. None: the largest exponent of each row and each
@@ -118,7 +127,7 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return the initial maxima, -inf in float64, in the shapes of Sums.rows_max and Sums.columns_max."""
+        """Return the initial maxima, -inf in float64, in the shapes of Sums.maxima."""
         count = 1 + self.has_positives
         return [
             torch.full((count, len(x)), -math.inf, dtype=torch.float64, device=x.device)
@@ -134,25 +143,28 @@ class Block:
         """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton."""
         dtype = self.dtype
         if self.tiles is not torch_tiles:
-            dtype = self.tiling.factor_dtype(self.rows)
+            dtype = self.tiling.operand_dtype(self.rows)
         n, D = self.rows.shape
         rows, columns = self.tiling.size(n, len(self.columns), D, self.rows.device)
         return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
 
     def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
         """Yield the row and column range of every tile of the block. `written`: each tile is written to memory."""
-        n, D = self.rows.shape
-        return self.tiling.cut(n, len(self.columns), D, self.rows.device, written)
+        (n, D), m = self.rows.shape, len(self.columns)
+        rows, columns = self.tiling.size(n, m, D, self.rows.device, written)
+        for i in range(0, n, rows):
+            for j in range(0, m, columns):
+                yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def tile(self, i: slice, j: slice, scratch: Tensor | None) -> Tile:
         """Return the tile of rows i and columns j, with its memory in `scratch`."""
-        r = self.tiling.factor(self.rows[i])
-        c = self.tiling.factor(self.columns[j])
+        r = self.tiling.as_operand(self.rows[i])
+        c = self.tiling.as_operand(self.columns[j])
         out = None if scratch is None else scratch[: len(r) * len(c)].view(len(r), len(c))
         groups = None
         if self.groups is not None:
             groups = self.groups.rows[i], self.groups.columns[j]
-        return Tile(r, c, pairs_offset(i, j, self.first), self.tiling, out, groups)
+        return Tile(r, c, pairs_offset(i, j, self.diagonal), self.tiling, out, groups)
 
     @property
     def has_positives(self) -> bool:
@@ -175,15 +187,15 @@ class Block:
             of_rows, of_columns = groups.rows[i], groups.columns[j]
             if not len(i) or of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
                 continue
-            r = self.tiling.factor(self.rows[i])
-            c = self.tiling.factor(self.columns[j])
+            r = self.tiling.as_operand(self.rows[i])
+            c = self.tiling.as_operand(self.columns[j])
             x = self.tiling.product(r, c.T, r.new_empty(len(i), len(j), dtype=self.dtype))
             x *= self.row_scale[0]
-            found = of_rows[:, None] == of_columns
-            if self.first is not None:
-                found &= i[:, None] + self.first != j
+            mask = of_rows[:, None] == of_columns
+            if self.diagonal is not None:
+                mask &= i[:, None] + self.diagonal != j
             share = groups.share[i, None].to(self.dtype)
-            yield Positives(i, j, r, c, x, found, share)
+            yield Positives(i, j, r, c, x, mask, share)
 
 
 def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
@@ -203,13 +215,10 @@ class Sums:
     """[n], logarithm of the sum of exp(x) over each row."""
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
-    rows_max: Tensor | None
-    """Largest x of each row: rows_max[0] [n] among negatives. If the pairs of a group are positives of each
-    other, rows_max[1] [n] is the largest x among positives outside the diagonal. None if maxima were not computed."""
-    columns_max: Tensor | None
-    """Largest y of each column: columns_max[0] [m] among negatives. If the pairs of a group are positives of each
-    other, columns_max[1] [m] is the largest y among positives outside the diagonal. None if maxima were not
-    computed."""
+    maxima: Sequence[Tensor]
+    """The largest x of each row, [1, n] or [2, n], and the largest y of each column, [1, m] or [2, m]. The first number
+    is the largest among negatives. If the pairs of a group are positives of each other, the second number is the
+    largest among positives outside the diagonal. Empty if maxima were not computed."""
     positives: Tensor | None = None
     """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 
@@ -259,14 +268,14 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
     if shift is not None:
         row_sum.log_().add_(shift)
         column_sum.log_().add_(shift)
-    sums = Sums(row_sum, column_sum, *(largest or (None, None)))
+    sums = Sums(row_sum, column_sum, largest)
     if block.has_positives:
         sums.positives = torch.zeros_like(row_sum)
-        for some in block.positives():
-            some.raise_maxima(largest)
-            sums.positives[some.i] += some.logits.where(some.found, 0).sum(1)
-            x = some.logits.masked_fill_(~some.found, -math.inf)
-            for total, at, dim in ((row_sum, some.i, 1), (column_sum, some.j, 0)):
+        for positives in block.positives():
+            positives.raise_maxima(largest)
+            sums.positives[positives.i] += positives.logits.where(positives.mask, 0).sum(1)
+            x = positives.logits.masked_fill_(~positives.mask, -math.inf)
+            for total, at, dim in ((row_sum, positives.i, 1), (column_sum, positives.j, 0)):
                 total[at] = torch.logaddexp(total[at], x.logsumexp(dim).double())
     return sums
 
@@ -288,7 +297,7 @@ class Weights:
     weight: float = 1.0
     """Weight of this teacher, above 0."""
     weighted_columns: Tensor | None = None
-    """[n, D'], receives gain x V @ the teacher's columns. V is this teacher's part of the V in softmax_gradient.
+    """[n, D'], receives u x V @ the teacher's columns. V is this teacher's part of the V in softmax_gradient.
 
     None if not needed.
     """
@@ -298,12 +307,12 @@ class Weights:
         self.tiles = block.tiles
         self.row_scale = block.row_scale.to(block.dtype)
         self.column_scale = block.column_scale.to(block.dtype)
-        # With a shift, the terms of the weights, times the gain, are exp(x - shift) a and exp(x - shift) beta. One
-        # exponential serves both.
-        lift = math.log(block.tiling.gain() * self.weight)
+        # With a shift, the terms of the weights, times u, are exp(x - shift) row_factor and exp(x - shift)
+        # column_factor. One exponential serves both.
+        lift = math.log(block.tiling.underflow_scale() * self.weight)
         lifted = [x - lift for x in (self.row_shift, self.column_shift)]
         shift = block.shift
-        self.a, self.beta = (
+        self.row_factor, self.column_factor = (
             x.to(block.dtype) if shift is None else (shift - x).exp_().to(block.dtype)
             for x in lifted
         )
@@ -315,17 +324,20 @@ class Weights:
         scratch: Tensor,
         moments: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tile, Tensor]:
-        """Return the tile of rows i and columns j, and its weights times the gain, rounded for a matrix multiplication.
+        """Return the tile of rows i and columns j, and its weights times u, rounded for a matrix multiplication.
 
         The weights are in the memory of `scratch`.
         """
-        tiles, shift, a, beta = self.tiles, self.block.shift, self.a[i], self.beta[j]
+        tiles, shift = self.tiles, self.block.shift
+        of_rows, of_columns = self.row_factor[i], self.column_factor[j]
         tile = self.block.tile(i, j, scratch)
         if shift is None:
             parts = None if moments is None else (moments[0][i], moments[1][j])
-            W = tiles.log_weights(tile, self.row_scale[i], self.column_scale[j], a, beta, parts)
+            W = tiles.log_weights(
+                tile, self.row_scale[i], self.column_scale[j], of_rows, of_columns, parts
+            )
         else:
-            W = tiles.exp_weights(tile, self.row_scale[:1], shift, a, beta)
+            W = tiles.exp_weights(tile, self.row_scale[:1], shift, of_rows, of_columns)
         return tile, W
 
 
@@ -339,12 +351,12 @@ def softmax_gradient(
     targets: Sequence[Weights] = (),
     target_gradient: Tensor | None = None,
 ) -> None:
-    """Add gain x W @ columns to d_rows, and gain x (W - V)^T @ rows to d_columns.
+    """Add u x W @ columns to d_rows, and u x (W - V)^T @ rows to d_columns.
 
     W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
     diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. V is the
     sum of the weights that the teachers' logits give in the same way, each multiplied by Weights.weight; without
-    teachers, V is 0. The results contain the factor gain (Tiling.gain), so the caller must divide them by it.
+    teachers, V is 0. The results contain the factor u, so the caller must divide them by it.
 
     Args:
         block: The similarities.
@@ -352,11 +364,11 @@ def softmax_gradient(
         column_shift: [m] float64.
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
-        moments: ([n], [m]), only for blocks without a shift. gain x (first term of W_ij) x <row i, column j>, summed
-            over each row, is added to the first vector. gain x (second term of W_ij) x <row i, column j>, summed over
+        moments: ([n], [m]), only for blocks without a shift. u x (first term of W_ij) x <row i, column j>, summed
+            over each row, is added to the first vector. u x (second term of W_ij) x <row i, column j>, summed over
             each column, is added to the second vector.
         targets: The teachers' softmaxes.
-        target_gradient: [n, D] fp32, receives gain x V @ columns; the caller subtracts it from d_rows. Required with
+        target_gradient: [n, D] fp32, receives u x V @ columns; the caller subtracts it from d_rows. Required with
             targets.
     """
     tiling = block.tiling
@@ -375,11 +387,173 @@ def softmax_gradient(
             if target.weighted_columns is not None:
                 tiling.add_product(target.weighted_columns[i], V, teacher_tile.c)
             if d_columns is not None:
-                W = tiling.round(W.sub_(V))
+                W = tiling.quantize_tile(W.sub_(V))
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
     dtype = block.dtype
-    for some in block.positives():
-        P = (some.logits - row_shift[some.i, None].to(dtype)).exp_()
-        Q = (some.logits - column_shift[some.j].to(dtype)).exp_()
-        some.add_gradient(P + Q - 2 * some.share, tiling, d_rows, d_columns)
+    for positives in block.positives():
+        P = (positives.logits - row_shift[positives.i, None].to(dtype)).exp_()
+        Q = (positives.logits - column_shift[positives.j].to(dtype)).exp_()
+        positives.add_gradient(P + Q - 2 * positives.share, tiling, d_rows, d_columns)
+
+
+@dataclass
+class SigmoidSums:
+    """Sums and maxima over a block without its diagonal, in float64."""
+
+    loss: Tensor
+    """0-d, the sum of softplus(-z) over positives and softplus(z) over negatives."""
+    weight: Tensor
+    """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over negatives: the gradient of the bias."""
+    maxima: Sequence[Tensor]
+    """The largest z of each row and of each column, as in Sums.maxima."""
+
+
+@dataclass
+class SigmoidTarget:
+    """A teacher's soft targets for a block, sigmoid(y) for each entry, and the sums that sigmoid_block adds to."""
+
+    block: Block
+    """The teacher's similarities, with as many rows and columns as the student's."""
+    bias: Tensor
+    """[1], the teacher's logit bias."""
+    weight: float
+    """Weight of this teacher, above 0."""
+    sums: Tensor
+    """[2] float64, receives the sums of softplus(y) and of sigmoid(y) over the block without its diagonal."""
+    weighted_columns: Tensor
+    """[n, D'], receives u x sigmoid(y) @ the teacher's columns, without the diagonal."""
+
+
+def sigmoid_block(
+    block: Block,
+    bias: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    maxima: bool = True,
+    targets: Sequence[SigmoidTarget] = (),
+    target_gradient: Tensor | None = None,
+) -> SigmoidSums:
+    """Compute the sums of a block, and add the block's contribution to the gradients of rows and columns.
+
+    The weights W are -sigmoid(-z) at positives, sigmoid(z) at negatives, and 0 on the diagonal and at ignored entries.
+    V is the sum over the teachers of weight x sigmoid(y), and 0 on the diagonal; without teachers, V is 0.
+    u x W @ columns is added to d_rows, and u x (W - V)^T @ rows to d_columns. These results contain the
+    factor u, so the caller must divide them by it.
+
+    Args:
+        block: The similarities. All scales must be equal.
+        bias: [1], the logit bias.
+        d_rows: [n, D] fp32, or None if not needed.
+        d_columns: [m, D] fp32, or None if not needed.
+        maxima: Also find the largest z.
+        targets: The teachers' soft targets.
+        target_gradient: [n, D] fp32, receives u x V @ columns; the caller subtracts it from d_rows. Required with
+            targets.
+
+    Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
+    """
+    device = block.rows.device
+    tiling = block.tiling
+    tiles = block.tiles
+    scratch = block.scratch()
+    scale = block.row_scale[:1].to(block.dtype)
+    bias = bias.to(block.dtype)
+    loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
+    largest = block.start_maxima() if maxima else []
+    spare = block.scratch() if targets else None
+    for i, j in block.cut():
+        tile = block.tile(i, j, scratch)
+        losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
+        loss += losses
+        weight += weights
+        raise_maxima(largest, (i, j), tops)
+        if d_rows is not None:
+            tiling.add_product(d_rows[i], W, tile.c)
+        for target in targets:
+            teacher = target.block.tile(i, j, spare)
+            y_scale, y_bias = (x[:1].to(block.dtype) for x in (target.block.row_scale, target.bias))
+            *sums, V, _, _ = target.block.tiles.sigmoid_weights(teacher, y_scale, y_bias, False)
+            target.sums += torch.stack(sums)
+            tiling.add_product(target.weighted_columns[i], V, teacher.c)
+            V = tiling.quantize_tile(V.mul_(target.weight))
+            assert target_gradient is not None
+            tiling.add_product(target_gradient[i], V, tile.c)
+            if d_columns is not None:
+                W = tiling.quantize_tile(W.sub_(V))
+        if d_columns is not None:
+            tiling.add_product(d_columns[j], W.T, tile.r)
+    for positives in block.positives():
+        z = positives.logits.add_(bias)
+        positives.raise_maxima(largest)
+        z.masked_fill_(~positives.mask, math.inf)  # other entries: their loss and weight become 0
+        loss += F.softplus(-z, threshold=40).sum(dtype=torch.float64)
+        W = -(-z).sigmoid_()
+        weight += W.sum(dtype=torch.float64)
+        positives.add_gradient(W, tiling, d_rows, d_columns)
+    return SigmoidSums(loss, weight, largest)
+
+
+def uses_triton(tiling: Tiling, x: Tensor) -> bool:
+    """Return True if Triton should compute tiles from rows that have the device and dtype of x.
+
+    Raises:
+        ValueError: If `tiling.impl` is "triton" and Triton cannot run.
+    """
+    if tiling.impl == "torch" or x.dtype == torch.float64:
+        return False
+    if tiling.impl == "auto":
+        return x.is_cuda and find_problem(x.device, tiling.precision) is None
+    if not (x.is_cuda or _interprets()):
+        raise ValueError(
+            f"impl=triton needs the triton package and a GPU; the features are on {x.device}"
+        )
+    if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
+        raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
+    return True
+
+
+@cache
+def find_problem(device: torch.device, precision: Precision) -> str | None:
+    """Return why the Triton kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
+
+    Two kernels are run, because having a GPU is not enough: Triton needs the system's C compiler to build its launcher,
+    and the GPU may be too small or too new for a kernel.
+    """
+    problem = None
+    try:
+        import triton
+
+        from disco_ds.losses.kernels import triton_tiles
+
+        triton_tiles.try_out(device, precision)
+        if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
+            problem = f"triton {triton.__version__} is too old for this GPU, which needs {FENCED} or later"
+    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not wrong.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        problem = f"{type(error).__name__}: {lines[-1]}"
+    if problem:
+        logger.warning(
+            "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
+            device,
+            problem,
+        )
+    return problem
+
+
+def lacks_fence(capability: tuple[int, int], version: str) -> bool:
+    """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
+
+    Before 3.7.1, Triton emits no fence between asynchronous copies and the matrix products that read the copied data.
+    Wrong results were seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
+    """
+    return capability >= (10, 0) and Version(version) < Version(FENCED)
+
+
+def _interprets() -> bool:
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return triton.knobs.runtime.interpret

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Impl = Literal["auto", "torch", "triton"]
+TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
+"""Number of rows and number of columns."""
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
@@ -40,26 +43,11 @@ class Tiling:
             range. Float64 features are always multiplied in float64.
         impl: "torch" runs everywhere. "triton" needs a GPU. "auto" selects Triton where its kernels run on the GPU,
             and torch otherwise.
-
-    Raises:
-        ValueError: If `tile` is neither None nor two positive integers, or if `precision` or `impl` is unknown.
     """
 
-    tile: Sequence[int] | None = None
+    tile: TileSize | None = None
     precision: Precision = "auto"
     impl: Impl = "auto"
-
-    def __post_init__(self) -> None:
-        pair = isinstance(self.tile, list | tuple) and len(self.tile) == 2
-        if self.tile is not None and not (
-            pair and all(isinstance(n, int) and n > 0 for n in self.tile)
-        ):
-            raise ValueError(f"tile must be two positive integers, got {self.tile}")
-        for name, known in (("precision", get_args(Precision)), ("impl", get_args(Impl))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
 
     def on(self, device: torch.device) -> Tiling:
         """Return this tiling, with the precision "auto" replaced by the device's default precision."""
@@ -91,25 +79,16 @@ class Tiling:
             rows, columns = written_shape(n, D, elements, count_multiprocessors(device))
         return min(rows, n), min(columns, m)
 
-    def cut(
-        self, n: int, m: int, D: int, device: torch.device, written: bool = True
-    ) -> Iterator[tuple[slice, slice]]:
-        """Yield the row and column range of every tile of an n x m block of rows with width D."""
-        rows, columns = self.size(n, m, D, device, written)
-        for i in range(0, n, rows):
-            for j in range(0, m, columns):
-                yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
-
-    def gain(self) -> float:
+    def underflow_scale(self) -> float:
         """Return the power of two by which the weights in a gradient are multiplied, so that none becomes too small.
 
-        The weights are at most 2. Without the gain, small weights would be denormal numbers, whose multiplication
+        The weights are at most 2. Without this factor, small weights would be denormal numbers, whose multiplication
         takes 200 times as long on a CPU (AVX-512, MKL). In fp16, small weights would become zero.
         """
         assert self.precision != "auto", "call Tiling.on(device) first; it decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
-    def hold(self, x: Tensor) -> Tensor:
+    def quantize(self, x: Tensor) -> Tensor:
         """Round rows to `precision`. Float64 rows are not rounded.
 
         The result is contiguous and detached, and never has a wider dtype than x.
@@ -125,32 +104,32 @@ class Tiling:
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
-    def factor(self, held: Tensor) -> Tensor:
-        """Convert rows, as returned by `hold`, to the dtype in which they are multiplied.
+    def as_operand(self, quantized: Tensor) -> Tensor:
+        """Convert rows, as returned by `quantize`, to the dtype in which they are multiplied.
 
         On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications on a CPU also round the sums.
         """
-        return held.to(self.factor_dtype(held))
+        return quantized.to(self.operand_dtype(quantized))
 
-    def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype to which `factor` converts rows that have the dtype and the device of x."""
+    def operand_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype to which `as_operand` converts rows that have the dtype and the device of x."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
-    def round(self, x: Tensor) -> Tensor:
+    def quantize_tile(self, x: Tensor) -> Tensor:
         """Round a full-precision tile, for example of weights, for use in a matrix multiplication."""
-        return self.factor(self.hold(x))
+        return self.as_operand(self.quantize(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Compute out = a @ b for operands that `factor` returned. out is fp32, or float64 for float64 operands."""
+        """Compute out = a @ b for operands that `as_operand` returned. out is fp32, or float64 for float64 operands."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 return torch.mm(a, b, out=out)
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a @ b for operands that `factor` returned.
+        """Compute total += a @ b for operands that `as_operand` returned.
 
         total is fp32, or float64 for float64 operands.
         """
@@ -180,9 +159,9 @@ class Tile:
     """One tile of a block, which the functions in torch_tiles.py and triton_tiles.py take as an argument."""
 
     r: Tensor
-    """[n, D], the rows, as returned by Tiling.factor."""
+    """[n, D], the rows, as returned by Tiling.as_operand."""
     c: Tensor
-    """[m, D], the columns, as returned by Tiling.factor."""
+    """[m, D], the columns, as returned by Tiling.as_operand."""
     pairs: int | None
     """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
@@ -225,12 +204,12 @@ def full_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + first) within a tile.
+def pairs_offset(rows: slice, columns: slice, diagonal: int | None) -> int | None:
+    """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + diagonal) within a tile.
 
     None if no pair is in the tile.
     """
-    if first is None:
+    if diagonal is None:
         return None
-    offset = rows.start + first - columns.start
+    offset = rows.start + diagonal - columns.start
     return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None

@@ -1,10 +1,10 @@
 """The operations on one tile in torch: the reference implementation, which also runs on CPUs.
 
 triton_tiles.py has the same functions. A tile has n rows r_i and m columns c_j. x_ij is the row scale times
-<r_i, c_j>, and y_ij is the column scale times <r_i, c_j>. The arguments row_scale, row_shift and a have the shape [n];
-column_scale, column_shift and beta have the shape [m]; scale, shift and bias have the shape [1]. All have the dtype of
-the similarities (fp32, or float64 for float64 features), except `shift`, which is always float64. If maxima are not
-requested, the functions return None in their place.
+<r_i, c_j>, and y_ij is the column scale times <r_i, c_j>. The arguments row_scale, row_shift and row_factor have the
+shape [n]; column_scale, column_shift and column_factor have the shape [m]; scale, shift and bias have the shape [1].
+All have the dtype of the similarities (fp32, or float64 for float64 features), except `shift`, which is always float64.
+If maxima are not requested, the functions return None in their place.
 """
 
 # n rows, m columns, D width of a tile
@@ -89,13 +89,15 @@ def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda e: e.sub_(amount)
 
 
-def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
-    """Compute exp(x - shift) (a_i + beta_j), rounded for use in a matrix multiplication."""
+def exp_weights(
+    tile: Tile, scale: Tensor, shift: Tensor, row_factor: Tensor, column_factor: Tensor
+) -> Tensor:
+    """Compute exp(x - shift) (row_factor_i + column_factor_j), rounded for use in a matrix multiplication."""
     x = cosines(tile)
     subtract = _shift(shift, x)
     for part in strips(x):
-        subtract(x[part].mul_(scale)).exp_().mul_(a[part, None] + beta)
-    return tile.tiling.round(x)
+        subtract(x[part].mul_(scale)).exp_().mul_(row_factor[part, None] + column_factor)
+    return tile.tiling.quantize_tile(x)
 
 
 def log_sums(
@@ -156,7 +158,7 @@ def log_weights(
             moments[0][part].add_((x * cosine).sum(1))
             moments[1].add_((y * cosine).sum(0))
         torch.add(x, y, out=cosine)
-    return tile.tiling.round(W)
+    return tile.tiling.quantize_tile(W)
 
 
 def sigmoid_weights(
@@ -166,11 +168,11 @@ def sigmoid_weights(
 
     Returns:
         The sum of softplus(z); the sum of sigmoid(z); the weights; the largest z of each row; and the largest z of each
-        column. The weights are Tiling.gain times sigmoid(z), rounded for use in a matrix multiplication.
+        column. The weights are Tiling.underflow_scale times sigmoid(z), rounded for use in a matrix multiplication.
     """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)
     # Above 40, softplus(z) is z even in float64, and exp(z) would overflow fp32 at 89.
     loss = F.softplus(z, threshold=40).sum(dtype=torch.float64)
     weight = z.sigmoid_().sum(dtype=torch.float64)
-    return loss, weight, tile.tiling.round(z.mul_(tile.tiling.gain())), *largest
+    return loss, weight, tile.tiling.quantize_tile(z.mul_(tile.tiling.underflow_scale())), *largest

@@ -13,7 +13,6 @@ results. In this package, only triton_tiles.py imports this file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,33 +40,24 @@ def _config(
     return triton.Config(sizes | flags, num_stages=stages, num_warps=warps)
 
 
-# The first configuration is used if nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100
-# has. Two of its programs fit on one multiprocessor of a data center GPU, so the epilogue of one program overlaps the
-# matrix multiplication of the other.
-TENSOR_CORES = [
-    _config(128, 128, 3, 4),
-    _config(128, 256, 3, 8),
-    _config(128, 128, 3, 8),
-    _config(128, 128, 4, 4),
-    _config(256, 128, 3, 8),
-    _config(64, 128, 4, 4),
-]
-# For GPUs since the H100: each multiprocessor runs one program, which computes one block after another and loads the
-# factors of the next block while it finishes the current one. triton_tiles.py decides for which tiles this works.
-PERSISTENT = [
-    _config(128, 256, 3, 8, PERSISTENT=True),
-    _config(128, 128, 4, 8, PERSISTENT=True),
-]
-# fp32 matrix multiplications without tensor cores hold every operand in registers, which limits the block sizes.
+# A persistent configuration, for GPUs since the H100, runs one program on each multiprocessor. The program computes one
+# block after another, and loads the operands of the next block while it finishes the current one. triton_tiles.py
+# decides for which tiles this works.
+LIGHT = (_config(128, 128, 3, 4), _config(128, 256, 3, 8), _config(128, 256, 3, 8, PERSISTENT=True))
+"""The default configuration, the other one that is timed, and the persistent one, which is timed in its place.
+
+The default one takes 96 KB of shared memory, which every GPU since the A100 has. Two of its programs fit on one
+multiprocessor of a data center GPU, so the epilogue of one program overlaps the matrix multiplication of the other."""
+HEAVY = (_config(128, 128, 3, 8), _config(64, 128, 4, 4), _config(128, 128, 4, 8, PERSISTENT=True))
+"""The same for kernels with the flag SIGMOID or TWO_WEIGHTS, which need more registers per element."""
 # Before Triton 3.8, tl.dot needs at least 16 numbers of each row, which are 64 bytes in fp32.
-PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
+PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64)]
+"""The default configuration in fp32, and the other one that is timed.
+
+fp32 matrix multiplications without tensor cores hold every operand in registers, which limits the block sizes."""
 SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for Triton's interpreter, which computes a whole block even if the tile is smaller."""
-CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
-MAX_PER_WARP = 64 * 32
-"""Maximum number of block elements per warp for kernels with the flag SIGMOID or TWO_WEIGHTS.
-
-These kernels need more registers per element. With larger blocks, registers would spill to memory."""
+CONFIGS = [*LIGHT, *HEAVY, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 
 _forced: triton.Config | None = None
 
@@ -85,40 +75,25 @@ def worth_timing(
 ) -> list[triton.Config]:
     """Return the configurations to time for these arguments. A single one is used without timing.
 
-    For small tiles, only the first configuration is returned. For large tiles, a second one is added: the first
-    persistent one or, if none is persistent, the second in the list. If the environment variable DISCO_TUNE is "full",
-    all configurations are returned, whose timing takes longer.
-
-    args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
+    args["tuned"] is twice the size class, which is 0 if nothing is to be timed, plus 1 if persistent programs can
+    compute the tile.
     """
     size_class, persistent = divmod(args["tuned"], 2)
     if _forced is not None and (persistent or "PERSISTENT" not in _forced.kwargs):
         return [_forced]
     if INTERPRETED:
         return [SMALL]
-    fitting = list_fitting(args, **options)
-    if not size_class:
-        return fitting[:1]
-    if os.environ.get("DISCO_TUNE") == "full":
-        return fitting
-    others = [x for x in fitting[1:] if x.kwargs.get("PERSISTENT")] or fitting[1:]
-    return fitting[:1] + others[:1]
+    candidates = list_candidates(args, **options)
+    return candidates if size_class else candidates[:1]
 
 
-def list_fitting(args: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """Return all configurations with which a kernel can run on these arguments without spilling registers."""
-    persistent = args["tuned"] % 2
-    plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
-    fitting = PLAIN_CORES if plain else TENSOR_CORES
-    if persistent and not plain:
-        fitting = fitting + PERSISTENT
-    if options.get("SIGMOID") or options.get("TWO_WEIGHTS"):
-        fitting = [
-            x
-            for x in fitting
-            if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= MAX_PER_WARP * x.num_warps
-        ]
-    return fitting
+def list_candidates(args: dict[str, Any], **options: Any) -> list[triton.Config]:
+    """Return the default configuration for these arguments, and the other one that is timed."""
+    if args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee":
+        return PLAIN_CORES
+    heavy = options.get("SIGMOID") or options.get("TWO_WEIGHTS")
+    default, other, persistent = HEAVY if heavy else LIGHT
+    return [default, persistent if args["tuned"] % 2 else other]
 
 
 def _milliseconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
@@ -317,7 +292,7 @@ def _store_tile(
 ):
     """Store a block of the tile in the memory that `_memory` returned."""
     if PRECISION == "tf32":
-        # Round to 11 bits as Tiling.hold does, but leave NaN as it is.
+        # Round to 11 bits as Tiling.quantize does, but leave NaN as it is.
         bits = x.to(tl.int32, bitcast=True) + 0x1000 & -0x2000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     if PERSISTENT:
@@ -357,7 +332,7 @@ def exp_sums_kernel(
 @_jit
 def exp_weights_kernel(
     r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
-    scale, shift, out, a, beta,
+    scale, shift, out, row_factor, column_factor,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr = False,
@@ -372,8 +347,8 @@ def exp_weights_kernel(
             PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, PERSISTENT,
         )  # fmt: skip
         x = tl.exp2(x * (tl.load(scale) * LOG2_E) - tl.load(shift) * LOG2_E)
-        of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
-        of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
+        of_rows = tl.load(row_factor + rows, mask=rows < n, other=0.0)
+        of_columns = tl.load(column_factor + columns, mask=columns < m, other=0.0)
         _store_tile(
             out,
             m,

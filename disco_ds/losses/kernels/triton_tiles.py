@@ -2,8 +2,8 @@
 
 torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-For large tiles, the block sizes of a kernel are chosen by timing two configurations (all of them with DISCO_TUNE=full),
-once for each size class. Two processes may choose different block sizes, so their results may differ by rounding. Under
+For large tiles, the block sizes of a kernel are chosen by timing two configurations, once
+for each size class. Two processes may choose different block sizes, so their results may differ by rounding. Under
 torch.use_deterministic_algorithms, nothing is timed and the block sizes are fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
@@ -30,26 +30,24 @@ def exp_sums(
     tile: Tile, scale: Tensor, shift: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute torch_tiles.exp_sums without writing to tile.out."""
-    row_sum, column_sum = _partial_vectors(tile)
-    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
-    rows, columns = _launch(
-        kernels.exp_sums_kernel, tile,
-        scale, shift.float(), row_sum, column_sum, row_max, column_max,
-        persistent=_can_describe(tile.r, tile.c), MAXIMA=maxima,
+    row_sum, column_sum, row_max, column_max = _launch_sums(
+        kernels.exp_sums_kernel, tile, scale, shift.float(),
+        maxima=maxima, persistent=_can_describe(tile.r, tile.c),
     )  # fmt: skip
-    sums = (
-        row_sum[:columns].sum(0, dtype=torch.float64),
-        column_sum[:rows].sum(0, dtype=torch.float64),
-    )
-    return *sums, *_largest(row_max, column_max, rows, columns, maxima)
+    sums = row_sum.sum(0, dtype=torch.float64), column_sum.sum(0, dtype=torch.float64)
+    return *sums, row_max, column_max
 
 
-def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
+def exp_weights(
+    tile: Tile, scale: Tensor, shift: Tensor, row_factor: Tensor, column_factor: Tensor
+) -> Tensor:
     """Compute torch_tiles.exp_weights in tile.out."""
     assert tile.out is not None
     persistent = _can_describe(tile.r, tile.c, tile.out)
     _launch(
-        kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta, persistent=persistent
+        kernels.exp_weights_kernel, tile,
+        scale, shift.float(), tile.out, row_factor, column_factor,
+        persistent=persistent,
     )  # fmt: skip
     return tile.out
 
@@ -58,15 +56,11 @@ def log_sums(
     tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute torch_tiles.log_sums without writing to tile.out."""
-    row_sum, column_sum = _partial_vectors(tile)
-    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
-    rows, columns = _launch(
-        kernels.log_sums_kernel, tile,
-        row_scale.contiguous(), column_scale.contiguous(), row_sum, column_sum, row_max, column_max,
-        MAXIMA=maxima,
+    row_sum, column_sum, row_max, column_max = _launch_sums(
+        kernels.log_sums_kernel, tile, row_scale.contiguous(), column_scale.contiguous(), maxima=maxima
     )  # fmt: skip
-    sums = row_sum[:columns].double().logsumexp(0), column_sum[:rows].double().logsumexp(0)
-    return *sums, *_largest(row_max, column_max, rows, columns, maxima)
+    sums = row_sum.double().logsumexp(0), column_sum.double().logsumexp(0)
+    return *sums, row_max, column_max
 
 
 def log_weights(
@@ -102,7 +96,7 @@ def sigmoid_weights(
     loss, weight = out.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
     rows, columns = _launch(
         kernels.sigmoid_weights_kernel, tile,
-        scale, bias, tile.tiling.gain(), out, loss, weight, row_max, column_max,
+        scale, bias, tile.tiling.underflow_scale(), out, loss, weight, row_max, column_max,
         persistent=_can_describe(tile.r, tile.c, out), SIGMOID=True, MAXIMA=maxima,
     )  # fmt: skip
     sums = (part[: rows * columns].sum(dtype=torch.float64) for part in (loss, weight))
@@ -118,11 +112,29 @@ def try_out(device: torch.device, precision: Precision) -> None:
     tiling = Tiling(None, precision)
     shift = torch.zeros(1, dtype=torch.float64, device=device)
     scale = torch.ones(128, device=device)
-    x = tiling.round(torch.zeros(128, 128, device=device))
+    x = tiling.quantize_tile(torch.zeros(128, 128, device=device))
     tile = Tile(x, x, 0, tiling, torch.empty_like(x))
     exp_sums(tile, scale[:1], shift, True)
     exp_weights(tile, scale[:1], shift, scale, scale)
     torch.cuda.synchronize(device)  # raises the errors of the launches
+
+
+def _launch_sums(
+    kernel: Any, tile: Tile, *scales: Tensor, maxima: bool, persistent: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run a kernel for sums on every block of a tile.
+
+    Returns:
+        Partial sums of the rows [column blocks, n] and of the columns [row blocks, m], and the maxima of rows and
+        columns.
+    """
+    row_sum, column_sum = _partial_vectors(tile)
+    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
+    rows, columns = _launch(
+        kernel, tile, *scales, row_sum, column_sum, row_max, column_max, persistent=persistent, MAXIMA=maxima
+    )  # fmt: skip
+    largest = _largest(row_max, column_max, rows, columns, maxima)
+    return row_sum[:columns], column_sum[:rows], *largest
 
 
 def _launch(
@@ -138,6 +150,7 @@ def _launch(
     no_pairs = m  # a diagonal that lies outside the tile
     groups = tile.groups or (None, None)
     persistent &= tile.groups is None
+    precision = "tf32" if tile.tiling.precision == "tf32" else "ieee"
     tuned = 2 * _size_class(n, m, D) + persistent
     if persistent:
         # Tensor descriptors need an allocator. Triton keeps it per thread, so set it before every launch.
@@ -156,7 +169,7 @@ def _launch(
     with torch.cuda.device_of(r):
         kernel[programs](
             r, c, n, m, D, no_pairs if tile.pairs is None else tile.pairs, *r.stride(), *c.stride(),
-            tuned, *groups, *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
+            tuned, *groups, *rest, PRECISION=precision, enable_fp_fusion=True, **options,
         )  # fmt: skip
     return blocks(kernel.best_config.kwargs)
 
@@ -184,10 +197,6 @@ def _size_class(n: int, m: int, D: int) -> int:
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
-
-
-def _precision(tiling: Tiling) -> str:
-    return "tf32" if tiling.precision == "tf32" else "ieee"
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,13 @@
 `replace_parts` (replace.py) puts them into a model that open_clip has built. The names and values of parameters stay
 the same, and the model computes the same function up to rounding.
 
-attention.py     self-attention
-tile_kernels.py  its Triton kernels
-blocks.py        the residual block and the patch embedding
+attention.py     self-attention, the residual block and the patch embedding
+tile_kernels.py  Triton kernels of self-attention
 texts.py         text towers that do not compute padding
-replace.py       replacing the parts of a model
-compile.py       torch.compile, block by block
+replace.py       replacing the parts of a model, and torch.compile, block by block
 """
 
-from disco_ds.models.fast.compile import compile_towers, is_compiled
-from disco_ds.models.fast.replace import describe_parts, replace_parts
+from disco_ds.models.fast.replace import compile_towers, describe_parts, is_compiled, replace_parts
 from disco_ds.models.fast.texts import (
     CountTokens,
     CutText,

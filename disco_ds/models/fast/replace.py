@@ -1,7 +1,13 @@
-"""Replace parts of a model that open_clip has built with faster ones that have the same parameters."""
+"""Replace parts of a model by faster ones that have the same parameters, and compile its towers block by block.
+
+A residual block is compiled once, and all blocks of a tower share the code, so compiling takes seconds. Activation
+checkpointing wraps the compiled blocks. Before it repeats the forward of a block, it therefore restores the states of
+the random number generators, as it does for eager blocks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +20,18 @@ from open_clip.transformer import (
 )
 from torch import nn
 
-from disco_ds.models.fast.attention import MAX_ROWS, Attention, has_fast_kernel
-from disco_ds.models.fast.blocks import Block, Patches
-from disco_ds.models.fast.texts import CutText, PackedText, can_pack, fits_kernels, is_causal, packs
+from disco_ds.models.fast.attention import MAX_ROWS, Attention, Block, Patches, has_fast_kernel
+from disco_ds.models.fast.texts import CutText, PackedText, fits_kernels, is_causal, packs
 from disco_ds.models.two_towers import TwoTowers
 
 Module = TypeVar("Module", bound=nn.Module)
+OPTIONS = {"fallback_random": True}
+"""Options for torch.compile: draw random numbers from torch's generators.
+
+Activation checkpointing and GradAccum (training/grad_accum.py) restore the states of these generators.
+
+Without this option, dropout in compiled kernels may also be wrong on CUDA since torch 2.13 (pytorch issue 198333).
+"""
 
 
 def replace_parts(model: Any) -> None:
@@ -47,8 +59,8 @@ def replace_parts(model: Any) -> None:
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
                 setattr(parent, name, _adopt(Patches, child))
-    if _has_custom_encode_text(model):
-        return
+    if isinstance(model, TwoTowers) and type(model).encode_text is not TwoTowers.encode_text:
+        return  # a custom encode_text may use the text tower in another way
     if type(text) is TextTransformer and packs(packed := _adopt(PackedText, text)):
         model.text = packed
     elif type(text) is HFTextEncoder:
@@ -64,42 +76,30 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         is_half: Whether the model computes with 16-bit values.
     """
     text = getattr(model, "text", model)
-    found = []
+    phrases = []
     if model.two_views:
         pass  # the text tower does not run
     elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
-        found.append("packed texts")
-    elif packs(text):
-        limits = f"16-bit values, up to {MAX_ROWS} tokens and heads of up to {MAX_ROWS}"
-        found.append(f"padded texts (packing on a GPU needs {limits})")
+        phrases.append("packed texts")
     elif isinstance(text, CutText):
-        found.append("texts cut to the longest one")
-    elif _has_custom_encode_text(model):
-        found.append("padded texts (custom encode_text)")
+        phrases.append("texts cut to the longest one")
     else:
-        known = not hasattr(text, "transformer") or can_pack(text)
-        reason = "unknown blocks" if known else "padding changes the features of this tower"
-        found.append(f"padded texts ({reason})")
-    kinds = {type(module) for module in model.visual.modules()}
-    if Patches in kinds:
-        found.append("matrix patches")
-    if Block in kinds:
+        phrases.append("padded texts")
+    classes = {type(module) for module in model.visual.modules()}
+    if Patches in classes:
+        phrases.append("matrix patches")
+    if Block in classes:
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))
         triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
-        found.append(f"image attention by {'Triton' if triton else 'torch'}")
-    return found
+        phrases.append(f"image attention by {'Triton' if triton else 'torch'}")
+    return phrases
 
 
-def _has_custom_encode_text(model: Any) -> bool:
-    """Return whether the model may use its text tower in another way than to pass tokens to it."""
-    return isinstance(model, TwoTowers) and type(model).encode_text is not TwoTowers.encode_text
-
-
-def _adopt(kind: type[Module], module: nn.Module) -> Module:
-    """Return a module of class `kind` that has the parameters, children and attributes of `module`."""
-    found = kind.__new__(kind)
-    vars(found).update(vars(module))
-    return found
+def _adopt(cls: type[Module], module: nn.Module) -> Module:
+    """Return a module of class `cls` that has the parameters, children and attributes of `module`."""
+    adopted = cls.__new__(cls)
+    vars(adopted).update(vars(module))
+    return adopted
 
 
 def _is_known_block(block: Any) -> bool:
@@ -124,3 +124,47 @@ def _is_patch_embedding(layer: Any) -> bool:
     if type(layer) is not nn.Conv2d or layer.groups > 1 or any(layer.padding):
         return False
     return layer.kernel_size == layer.stride and layer.dilation == (1, 1) and layer.in_channels == 3
+
+
+def compile_towers(model: Any, checkpointing: bool) -> list[str]:
+    """Apply torch.compile to both towers in place. The names of parameters do not change.
+
+    Args:
+        model: The model, before an engine wraps it.
+        checkpointing: Whether activation checkpointing is on. If it is, a tower without known blocks is not compiled,
+            because checkpointing inside compiled code may repeat a forward with different random numbers (pytorch issue
+            192635).
+
+    Returns:
+        For each tower that was not compiled, the reason.
+    """
+    towers = {"image": model.visual}
+    text = getattr(model, "text", model)
+    towers["text"] = text if hasattr(model, "tokenizer") else getattr(text, "transformer", text)
+    reasons = []
+    for side, tower in towers.items():
+        blocks = list(_find_blocks(tower))
+        for block in blocks:
+            # Packed texts have a different number of tokens in every batch.
+            block.compile(options=OPTIONS, dynamic=True if side == "text" else None)
+        if not blocks and checkpointing:
+            reasons.append(
+                f"{side} tower: its blocks are unknown, and activation checkpointing inside compiled code is not safe"
+            )
+        elif not blocks:
+            tower.compile(options=OPTIONS)
+    return reasons
+
+
+def is_compiled(model: Any) -> bool:
+    """Return whether a part of the model is compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def _find_blocks(tower: Any) -> Iterator[nn.Module]:
+    """Yield the residual blocks of a tower: those of this package, or those of a transformer from timm."""
+    trunk: Any = getattr(tower, "trunk", None)
+    if isinstance(getattr(trunk, "blocks", None), nn.Sequential | nn.ModuleList):
+        yield from trunk.blocks
+    else:
+        yield from (module for module in tower.modules() if isinstance(module, Block))

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from disco_ds.models.fast.attention import HALVES, MAX_ROWS, Packing, has_kernel
-from disco_ds.models.fast.blocks import Block
+from disco_ds.models.fast.attention import HALVES, MAX_ROWS, Block, Packing, has_kernel
 
 CPU = torch.device("cpu")
 CountTokens = Callable[[Tensor], np.ndarray]
