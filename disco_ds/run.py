@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from disco_ds.checkpoints.upload import Uploads
+from disco_ds.checkpoints.keep import Mirror
 from disco_ds.config import Config, find_late
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
@@ -120,7 +120,7 @@ def train_session(
     """
     adopt_slurm()
     interrupts = Interrupts(60 * config.checkpoint.every_minutes)
-    uploads: Uploads | None = None
+    uploads: Mirror | None = None
     is_first_stage = True
     while True:
         run: Run | None = None

@@ -9,8 +9,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
-from disco_ds.cli.options import Doctor, Eval, Export, Report, Train
+from disco_ds.cli.options import Doctor, Embed, Eval, Export, Report, Train
 from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.doctor import Line, examine
@@ -52,7 +53,7 @@ def evaluate(options: Eval) -> int:
     from disco_ds.eval import describe
     from disco_ds.run import evaluate_run
 
-    first = set_up_logging()
+    is_rank_0 = set_up_logging()
     die_with_launcher()
     path = options.json_file
     try:
@@ -61,9 +62,9 @@ def evaluate(options: Eval) -> int:
         results = evaluate_run(
             options.model, options.overrides, options.config, options.weights, options.ema
         )
-        if first:
+        if is_rank_0:
             print(describe(results), flush=True)
-        if first and path:
+        if is_rank_0 and path:
             sets = [
                 {"kind": result.kind, "name": result.name} | result.values | result.counts
                 for result in results
@@ -72,9 +73,41 @@ def evaluate(options: Eval) -> int:
     except RendezvousError as error:
         return fail_rank(error, 1)
     except AgreedError as error:
-        return fail_rank(error, error.exit_code, speaks=first)
+        return fail_rank(error, error.exit_code, speaks=is_rank_0)
     except OSError as error:
         return fail_rank(error, 1)
+    return 0
+
+
+def embed(options: Embed) -> int:
+    """Store a teacher's embeddings with the samples of a data set. Runs alone or on every rank of a launcher.
+
+    Raises:
+        ValueError: If the settings or the model are invalid, or if the folder given by --to has shards of another
+            teacher, other data or other settings. In this case, nothing is written.
+        DataError: If too many samples are broken.
+        OSError: If a shard cannot be read or written.
+    """
+    from disco_ds.data.embed import IMAGE, TEXT, Embedder
+    from disco_ds.eval.model import in_precision, load_model, read_input_spec
+    from disco_ds.models.pretrained import hash_weights
+
+    is_rank_0 = set_up_logging()
+    config = load_config(options.config, options.overrides)
+    model, tokenizer = load_model(options.model, options.pretrained)
+    identity = {"model": options.model, "weights": hash_weights(model)}
+    clip: Any = model
+    scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
+    model = in_precision(model.requires_grad_(False), config.precision)
+    spec = read_input_spec(model, tokenizer)
+    embedder = Embedder(config.data, spec, model, identity, options.views, options.batch)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    embedder.write(options.to, rank, size)
+    if is_rank_0:
+        known = "" if bias is None else f", bias: {bias.item():.6g}"
+        print(
+            f"train on {options.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
+        )
     return 0
 
 

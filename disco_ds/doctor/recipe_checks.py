@@ -16,7 +16,7 @@ from disco_ds.distributed import comm
 from disco_ds.doctor import Line
 from disco_ds.doctor.samples import check_filter
 from disco_ds.eval import load_sets
-from disco_ds.losses.kernels import find_problem
+from disco_ds.losses.kernels.similarity import find_problem
 from disco_ds.metrics.tracking import check_packages
 from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss

@@ -31,7 +31,8 @@ from disco_ds.losses.blocks import (
     pair_cosines,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Groups, SigmoidTarget, full_dtype, sigmoid_block
+from disco_ds.losses.kernels.similarity import Groups, SigmoidTarget, sigmoid_block
+from disco_ds.losses.kernels.tiles import full_dtype
 
 
 @register_loss("siglip")

@@ -43,8 +43,8 @@ from disco_ds.models.clip import (
     read_preprocessing,
     read_text_size,
 )
-from disco_ds.models.fast import find_counter, packs
 from disco_ds.models.fast.attention import MAX_ROWS
+from disco_ds.models.fast.texts import find_counter, packs
 from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.training.engine import EngineTowers, prepare

@@ -27,7 +27,7 @@ from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
-from disco_ds.models.fast import is_compiled
+from disco_ds.models.fast.replace import is_compiled
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.names import load_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng

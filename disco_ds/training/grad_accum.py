@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, Teacher
-from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.kernels.tiles import full_dtype
 
 logger = logging.getLogger(__name__)
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]

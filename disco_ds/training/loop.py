@@ -218,7 +218,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
             for result in evaluate_sets(*arguments):
                 results.append(replace(result, name=f"{result.name}_ema"))
     values = record(results)
-    run.metrics.note(step, values)
+    run.metrics.write_values(step, values)
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
         publish(run, step, results)

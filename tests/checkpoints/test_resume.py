@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from disco_ds.checkpoints.checkpoint import read
-from disco_ds.checkpoints.resume import choose
-from disco_ds.checkpoints.retention import find_latest
-from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.checkpoints.keep import find_latest
+from disco_ds.checkpoints.resume import find_checkpoint
+from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import ModelSettings, load_config, make_schedule
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
@@ -95,7 +95,9 @@ def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[in
     logging.getLogger("disco_ds").addHandler(said)
     saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
     try:
-        found: int | str = choose(run, resume, CONFIG, lambda stage: saved, unattended).step
+        found: int | str = find_checkpoint(
+            run, resume, CONFIG, lambda stage: saved, unattended
+        ).step
     except ValueError as error:
         found = str(error)
     logging.getLogger("disco_ds").removeHandler(said)
@@ -313,7 +315,7 @@ def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
         record["loss"] for record in records(whole)
     ]
     equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (whole, resumed)))
-    kept = dict(read_tensors(read(resumed / CHECKPOINTS / "step-00000006")))
+    kept = read_tensors(read(resumed / CHECKPOINTS / "step-00000006"))
     for key in [key for key in weights if key.startswith("visual.")]:
         assert torch.equal(kept[key], weights[key]), key
 

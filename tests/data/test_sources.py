@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from disco_ds.checkpoints.changes import refuse_changes
-from disco_ds.checkpoints.checkpoint import identity
+from disco_ds.checkpoints.resume import identity_of, refuse_changes
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Source, load_sources, merge_states
@@ -141,7 +140,7 @@ def test_resume_names_what_changed_of_the_sources() -> None:
         config = check_config(
             {**MINIMAL, "data": {"sources": list(sources)}, "deepspeed": {}}, "test"
         )
-        return identity(config, "same", {})
+        return identity_of(config, "same", {})
 
     before = known({"shards": "a", "weight": 2.0}, {"shards": "b", "weight": 1.0})
     refuse_changes(

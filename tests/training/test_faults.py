@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.retention import find_latest, read_meta
+from disco_ds.checkpoints.checkpoint import read
+from disco_ds.checkpoints.keep import find_latest, read_meta
 from disco_ds.config import Config, load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
@@ -225,7 +225,7 @@ def full_disk(path: Path, disk: Path) -> None:
     # If the disk stays full for too long, all ranks stop, and the previous checkpoint is intact.
     said = failure(config("stops", steps=9), fill_for_long)
     expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "free up space")
-    saved_at = checkpoint.read(find_latest(disk / "stops"))
+    saved_at = read(find_latest(disk / "stops"))
     assert saved_at.step == 1
     assert not list((disk / "stops" / CHECKPOINTS).glob(".*"))
 

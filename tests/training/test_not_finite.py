@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints.retention import list_complete, step_of
+from disco_ds.checkpoints.keep import list_complete, step_of
 from disco_ds.config import load_config
 from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData

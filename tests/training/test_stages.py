@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.checkpoints.checkpoint import read
-from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import Config, load_config
 from disco_ds.data import ImageSpec, InputSpec, Loader, Share, load_sources, merge_states
 from disco_ds.distributed.comm import AgreedError, AskedToStopError, RefusedError

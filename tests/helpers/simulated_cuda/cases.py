@@ -30,7 +30,7 @@ from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger
-from disco_ds.metrics.timers import Timer
+from disco_ds.metrics.step_metrics import Timer
 from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
 from disco_ds.training.engine import EngineTowers, build_engine, prepare
 from disco_ds.training.loop import log
