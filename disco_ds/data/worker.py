@@ -70,7 +70,7 @@ class RowReport:
     cursor: Cursor = field(default_factory=dict)
     """The position from which to continue reading each stream whose samples are in these rows."""
     broken: list[str] = field(default_factory=list)
-    """`shard/key: reason` of each broken sample that was skipped."""
+    """`shard/key: reason` of each broken sample that was skipped in the first epoch of its source."""
     dropped: int = 0
     """Number of samples that were dropped (see DroppedSample), or lost with the rest of a damaged shard."""
     damaged: list[str] = field(default_factory=list)
@@ -165,7 +165,8 @@ class _StreamReader:
         }
         self._entries = {stream: self._list_entries(stream) for stream in self.cursor}
         self._num_read = 0
-        self._num_broken = 0
+        self._broken = set[tuple[int, int, int]]()
+        """(source, shard, entry) of all broken samples that were read. A later epoch reads them again."""
         self._visited = set[tuple[int, int]]()
         """(source, shard) of all shards that were read."""
         self._damaged: dict[tuple[int, int], str] = {}
@@ -244,11 +245,15 @@ class _StreamReader:
                     self._damaged[number, shard] = report.damaged[-1]
                     self._check_damaged()
             except BrokenSample as error:
-                report.broken.append(name_broken(source.reader.name, shard, entry, error))
-                self._num_broken += 1
-                self._last.append(report.broken[-1])
-                most = spec.settings.max_broken
-                refuse_broken(self._num_broken, self._num_read, most, self._last, error.__cause__)
+                name = name_broken(source.reader.name, shard, entry, error)
+                # Which worker reads a sample changes from epoch to epoch, so only the epoch tells what was reported.
+                if epoch == 0:
+                    report.broken.append(name)
+                if (number, shard, entry) not in self._broken:
+                    self._broken.add((number, shard, entry))
+                    self._last.append(name)
+                    num, most = len(self._broken), spec.settings.max_broken
+                    refuse_broken(num, self._num_read, most, self._last, error.__cause__)
             skipped += 1
             if skipped == _MANY_SKIPPED:
                 warnings.warn(

@@ -218,14 +218,14 @@ def _contains(uids: np.ndarray, text: str | bytes) -> bool:
 
 
 def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
-    """Return whether a field passes a rule. A missing field does not pass."""
-    if value is None:
-        return False
+    """Return whether a field passes a rule. A missing field does not pass, nor does an empty cell of a csv file."""
     allowed = rule.get("in")
     if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
         # A csv may contain true and false, as json.dumps writes them, or True and False, as pandas does.
         allowed = allowed and [text(item) for item in allowed for text in (str, json.dumps)]
+    if value is None or (value == "" and allowed is None):
+        return False
     if allowed is not None and value not in allowed:
         return False
     if "min" in rule and not float(value) >= rule["min"]:
