@@ -18,7 +18,7 @@ from disco_ds.checkpoints.keep import DamagedError
 from disco_ds.checkpoints.state import load_trained, load_untrained
 from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import flatten
+from disco_ds.distributed.hosts import flatten
 from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import split_resume
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from disco_ds.cli.options import Doctor, Embed, Eval, Export, Report, Train
 from disco_ds.config import Config, load_config, render_ds_config
-from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.doctor import Line, examine
 from disco_ds.runs.messages import fail_rank, set_up_logging, show
 
@@ -49,9 +49,9 @@ def report(options: Report) -> int:
 def evaluate(options: Eval) -> int:
     """Evaluate a model and print a table of results. Runs alone or on every rank of a launcher."""
     from disco_ds.config.text_file import write_text
-    from disco_ds.distributed.comm import RendezvousError
+    from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
     from disco_ds.eval import describe
-    from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
+    from disco_ds.run import evaluate_run
 
     is_rank_0 = set_up_logging()
     die_with_launcher()
@@ -72,8 +72,10 @@ def evaluate(options: Eval) -> int:
             write_text(path, json.dumps({"model": options.model, "sets": sets}, indent=1) + "\n")
     except RendezvousError as error:
         return fail_rank(error, 1)
-    except (*AGREED_ERRORS, OSError) as error:
-        return fail_rank(error, exit_code(error), speaks=is_rank_0 or isinstance(error, OSError))
+    except AgreedError as error:
+        return fail_rank(error, error.exit_code, speaks=is_rank_0)
+    except OSError as error:
+        return fail_rank(error, 1)
     return 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement
+from disco_ds.distributed.hosts import check_agreement
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.hosts import check_all_hosts
 from disco_ds.eval.model import in_precision

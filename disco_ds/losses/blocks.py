@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from disco_ds.distributed import comm, ring
+from disco_ds.distributed import comm
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.losses.base import (
     Embeddings,
@@ -337,7 +337,7 @@ class Ring(_Columns):
                 largest = top if largest is None else torch.maximum(largest, top)
             return [part.columns, *part.maxima[1:]]
 
-        columns, *columns_max = ring.circulate([self.local], visit, _join_sums, self.group)
+        columns, *columns_max = comm.circulate([self.local], visit, _join_sums, self.group)
         return Sums(total, columns, [] if largest is None else [largest, *columns_max], positives)
 
     def gradient(
@@ -383,7 +383,7 @@ class Ring(_Columns):
             )
             return [] if d_columns is None else [d_columns]
 
-        gradients = ring.circulate(sent, visit, _add_parts, self.group)
+        gradients = comm.circulate(sent, visit, _add_parts, self.group)
         return d_rows, gradients[0] if gradients else None
 
     def block(

@@ -50,11 +50,10 @@ from disco_ds.data import (
 )
 from disco_ds.data.sources.listing import refuse_remote
 from disco_ds.data.stored import find_stored
-from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import HostShare, share_host
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to
+from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
+from disco_ds.distributed.launcher import Interrupts
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.model import read_image_spec, read_input_spec
 from disco_ds.losses import build_loss
@@ -134,6 +133,11 @@ class Run:
     """Number of batches skipped since the last successful step because the loss or the gradient was not finite."""
     overflows: list[float] = field(default_factory=list)
     """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the run ends with the current stage."""
+        return self.schedule.last_step == self.schedule.num_steps
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed steps.
@@ -247,8 +251,8 @@ def build(
     folder = folder or open_folder(recipe, None, stack)
     shape = shape_of(config, comm.size())
     with removed_if_refused(folder, new=saved is None):
-        heartbeat.folder = folder / diagnostics.FOLDER
-        diagnostics.dump_records_to(heartbeat.folder)
+        heartbeat.folder = folder / DIAGNOSTICS
+        dump_records_to(heartbeat.folder)
         ds_config = write_settings(recipe, config, folder)
         wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)

@@ -28,7 +28,6 @@ from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, META, mark_finished
 from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
 from disco_ds.training.loop import is_due, train
-from disco_ds.training.step import StopError
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
@@ -490,7 +489,7 @@ def lose_data(path: Path) -> None:
 
         run.loader.start_step = start_and_fail  # type: ignore[method-assign]
         with pytest.raises(
-            StopError,
+            comm.AgreedError,
             match=r"step 3: .*data failed on rank 1: .*saved after step 3; --resume latest",
         ):
             train(run)

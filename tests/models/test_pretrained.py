@@ -20,6 +20,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import ModelSettings, load_config
+from disco_ds.distributed.comm import RefusedError
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -29,7 +30,7 @@ from disco_ds.models.clip import (
     trained_sides,
 )
 from disco_ds.models.pretrained import download_weights, read_overrides, warn_of_random_tower
-from disco_ds.run import RefusedError, run_training
+from disco_ds.run import run_training
 from helpers.models import write_resnet
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
