@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from disco_ds.checks.report import Line, examine
 from disco_ds.cli.options import Doctor, Embed, Eval, Export, Report, Train
 from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.distributed.launcher import die_with_launcher
-from disco_ds.doctor import Line, examine
 from disco_ds.runs.messages import fail_rank, set_up_logging, show
 
 
@@ -122,8 +122,8 @@ def dry_run(options: Train) -> int:
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.
+    from disco_ds.checks.recipe import check_length, check_recipe
     from disco_ds.data import count_epoch, load_sources
-    from disco_ds.doctor.recipe_checks import check_length, check_recipe
 
     lines = list(check_recipe(config, ranks))
     if not options.resume:
@@ -171,16 +171,12 @@ def _check_all(options: Doctor, is_rank_0: bool, size: int) -> Iterator[Line]:
     Yields:
         The lines to print.
     """
-    from disco_ds.doctor.versions import check_versions
-
-    if is_rank_0:
-        yield from examine("versions", check_versions)
     # A package that cannot be imported is reported like other problems.
     try:
-        from disco_ds.doctor.hosts import check_host
-        from disco_ds.doctor.ranks import check_ranks
-        from disco_ds.doctor.recipe_checks import check_data, check_start
-        from disco_ds.doctor.samples import check_samples
+        from disco_ds.checks.hosts import check_host
+        from disco_ds.checks.ranks import check_ranks
+        from disco_ds.checks.recipe import check_data, check_start
+        from disco_ds.checks.samples import check_samples
     except Exception as error:  # a broken installation may raise anything
         remedy = (
             "reinstall the package that cannot be imported; torch and torchvision must be of the same build "
