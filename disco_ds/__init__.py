@@ -10,32 +10,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from disco_ds.checkpoints.export import export_run
     from disco_ds.config import load_config
-    from disco_ds.distributed.comm import AgreedError
+    from disco_ds.distributed.comm import AgreedError, AskedToStopError, RefusedError
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
     from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
     from disco_ds.models.two_towers import TwoTowers
     from disco_ds.plan.assumptions import Assumptions
     from disco_ds.plan.overview import Plan, plan_run
-    from disco_ds.run import RefusedError, evaluate_run, run_training
+    from disco_ds.run import evaluate_run, run_training
     from disco_ds.training.custom_loop import contrastive_step
-    from disco_ds.training.loop import AskedToStopError
-    from disco_ds.training.out_of_memory import OutOfMemory
-    from disco_ds.training.step import StopError
 
 __version__ = "0.1.0"
 
 OFFERED = {
     "AgreedError": "disco_ds.distributed.comm",
-    "AskedToStopError": "disco_ds.training.loop",
+    "AskedToStopError": "disco_ds.distributed.comm",
     "Assumptions": "disco_ds.plan.assumptions",
     "ClipLoss": "disco_ds.losses.drop_in",
     "Embeddings": "disco_ds.losses",
     "LossOutput": "disco_ds.losses",
-    "OutOfMemory": "disco_ds.training.out_of_memory",
     "Plan": "disco_ds.plan.overview",
-    "RefusedError": "disco_ds.run",
+    "RefusedError": "disco_ds.distributed.comm",
     "SigLipLoss": "disco_ds.losses.drop_in",
-    "StopError": "disco_ds.training.step",
     "TwoTowers": "disco_ds.models.two_towers",
     "build_loss": "disco_ds.losses",
     "contrastive_step": "disco_ds.training.custom_loop",
@@ -59,11 +54,9 @@ __all__ = [
     "ClipLoss",
     "Embeddings",
     "LossOutput",
-    "OutOfMemory",
     "Plan",
     "RefusedError",
     "SigLipLoss",
-    "StopError",
     "TwoTowers",
     "build_loss",
     "contrastive_step",

@@ -1,6 +1,6 @@
 """Train a model or evaluate one. Python programs and the command line call these functions.
 
-The functions do not parse arguments, print errors or exit the process; the command-line code does that.
+The functions do not parse arguments or exit the process; the command-line code does that.
 """
 
 from __future__ import annotations
@@ -9,57 +9,34 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
-from disco_ds.checkpoints.upload import Uploads
+from disco_ds.checkpoints.keep import Mirror
 from disco_ds.config import Config, find_late
 from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import share_host
-from disco_ds.distributed.interrupt import SIGNALS, Interrupts
-from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.distributed.hosts import check_agreement, check_code, share_host
+from disco_ds.distributed.launcher import SIGNALS, Interrupts, adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
 from disco_ds.eval.model import evaluation_settings, in_precision, load_model, read_image_spec
 from disco_ds.losses import LossContractError
+from disco_ds.runs.messages import show
 from disco_ds.runs.run_folder import AUTO, mark_launch
-from disco_ds.runs.run_log import note, say
+from disco_ds.runs.run_log import log_only, say
 from disco_ds.runs.shared_folder import FinishedError
-from disco_ds.training.build import build
-from disco_ds.training.loop import AskedToStopError, finish, train
-from disco_ds.training.out_of_memory import OutOfMemory, explained
-from disco_ds.training.step import StopError
-
-
-class RefusedError(ValueError):
-    """A mistake in the settings, data or weights. It is raised on every rank before the first training step."""
-
-
-AGREED_ERRORS = (
-    RefusedError,
-    comm.AgreedError,
-    StopError,
-    FloatingPointError,
-    AskedToStopError,
-)
-"""Errors that all ranks raise together, after they have left the process group normally."""
-
-
-def exit_code(error: Exception | None) -> int:
-    """Return the exit code of a command that ends with this error. None: the command succeeded."""
-    if error is None:
-        return 0
-    if isinstance(error, RefusedError):
-        return 2
-    return 3 if isinstance(error, AskedToStopError) else 1
+from disco_ds.training.build import Run, build
+from disco_ds.training.loop import describe_memory, finish, train
 
 
 def run_training(
@@ -87,20 +64,17 @@ def run_training(
 
     Raises:
         RefusedError: If there is a mistake in the settings or data. Raised before the first step.
+        AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
+        AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
+            have equal features, if the loss or the gradient is not finite in more than config.skip_nonfinite batches in
+            a row, if fp16 skips all updates, if a stage after the first cannot be built, if an evaluation or the last
+            save fails, if too many saves in a row fail or, on a single rank, if the loss breaks its contract.
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
         RendezvousError: If the ranks cannot connect to each other.
-        StopError: If data cannot be read, if the ranks are at different steps, if captions with different tokens have
-            equal features, if a stage after the first cannot be built or, on a single rank, if the loss breaks its
-            contract.
         LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
             ranks are then ended.
-        FloatingPointError: If the loss or the gradient is not finite in more than config.skip_nonfinite
-            batches in a row, or if fp16 skips all updates.
-        AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
-        AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
-        OutOfMemory: Only on a rank that runs out of memory. On the first such rank of each host, the message
-            lists the memory in use and the settings that save memory.
+        torch.OutOfMemoryError: Only on a rank that runs out of memory. The message lists the memory in use.
 
     Example:
         >>> from disco_ds import load_config, run_training
@@ -112,15 +86,11 @@ def run_training(
     """
     # Check this first. Otherwise, Python would refuse the signal handlers only after the run folder was created.
     if threading.current_thread() is not threading.main_thread():
-        raise RefusedError(
+        raise comm.RefusedError(
             "run_training must be called in the main thread, because only that thread receives signals"
         )
     with _restored_process():
-        try:
-            return train_session(config, None if resume is None else str(resume), allow_change)
-        except OutOfMemory as error:
-            # The explanation has not been printed, so put it into the message.
-            raise OutOfMemory("\n".join([str(error), *error.explanation]), []) from error
+        return train_session(config, None if resume is None else str(resume), allow_change)
 
 
 def train_session(
@@ -128,7 +98,7 @@ def train_session(
     resume: str | None,
     allow_change: Sequence[str] = (),
     launch_id: str | None = None,
-    report: Callable[[object], object] = lambda error: None,
+    is_command: bool = False,
 ) -> Path:
     """Build, train and finish a run. Each stage of the run gets a new process group. Collective.
 
@@ -139,143 +109,144 @@ def train_session(
         launch_id: ID that `disco-ds launch` has given to this attempt; None for any other launcher. If
             given, the ID and the exit code are recorded in the run folder, and a run whose newest
             checkpoint is damaged resumes from an older one.
-        report: Called on rank 0 with an error as soon as all ranks have agreed on the error. Also
-            called with the explanation of an out-of-memory error, on the first rank of each host that
-            has run out of memory.
+        is_command: Whether to print an error on stderr as soon as it is known, before uploads are completed: on rank 0
+            an AgreedError, on any rank that it has run out of memory.
 
     Returns:
         The run folder.
 
     Raises:
-        Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
-    """
-    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
-    uploads: Uploads | None = None
-    refusal: type[Exception] = RefusedError
-    while True:
-        folder, is_finished, uploads = _train_stage(
-            config, resume, allow_change, launch_id, report, interrupts, uploads, refusal
-        )
-        if is_finished:
-            return folder
-        # One stage has been trained. If the next one cannot be built, the settings are probably not the cause, so raise
-        # an error after which `disco-ds launch` restarts the run.
-        resume, allow_change, refusal = str(folder), (), StopError
-        # The engine contains reference cycles, so only the garbage collector frees its memory.
-        gc.collect()
-        get_accelerator().empty_cache()
-
-
-def _train_stage(
-    config: Config,
-    resume: str | None,
-    allow_change: Sequence[str],
-    launch_id: str | None,
-    report: Callable[[object], object],
-    interrupts: Interrupts,
-    uploads: Uploads | None,
-    refusal: type[Exception],
-) -> tuple[Path, bool, Uploads | None]:
-    """Build the run and train it to the end of its current stage. Collective.
-
-    Args:
-        config: As in `train_session`.
-        resume: As in `train_session`.
-        allow_change: As in `train_session`.
-        launch_id: As in `train_session`.
-        report: As in `train_session`.
-        interrupts: Requests to save or to stop.
-        uploads: Uploads that the previous stage did not finish; None for the first stage.
-        refusal: Class of the error that is raised if the stage cannot be built.
-
-    Returns:
-        The run folder; whether the run is finished; and, if it is not finished, the unfinished uploads for the next
-        stage.
-    """
-    with _session(config.timeout_s) as stack:
-        first = comm.rank() == 0
-
-        def agreed(error: Exception) -> Exception:
-            if first:
-                is_requested = isinstance(error, AskedToStopError)
-                note(redact(str(error)), logging.INFO if is_requested else logging.ERROR)
-                report(error)
-            return error
-
-        try:
-            options = {"--resume": resume, "--allow-change": list(allow_change)}
-            check_agreement(config.model_dump(mode="json") | options)
-            with explained(config, lambda: "building", report):
-                unattended = launch_id is not None
-                run = build(config, resume, stack, unattended, allow_change, uploads, interrupts)
-        except ValueError as error:
-            if isinstance(error, FinishedError) and resume == AUTO:
-                if first:
-                    say(f"{error.folder} has done all its steps")
-                    mark_launch(error.folder, launch_id, 0)
-                return error.folder, True, None
-            raise agreed(refusal(str(error))) from error
-        if first:
-            step, samples = run.schedule.first_step, run.schedule.first_samples
-            resumed = f"resumes after step {step:,}, " if step else ""
-            say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
-            say(run.description)
-            num_epochs = run.schedule.num_samples / max(run.loader.epoch_samples, 1)
-            for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
-                say(f"warning: {problem}")
-            mark_launch(run.folder, launch_id)
-        is_finished = run.schedule.last_step == run.schedule.num_steps
-        failure: Exception | None = None
-        try:
-            doing = lambda: run.heartbeat.place.doing  # noqa: E731
-            with explained(config, doing, report, run.loader.describe_long_texts):
-                train(run)
-                if is_finished:
-                    finish(run)
-        except LossContractError as error:
-            # Possibly only this rank has failed. If there are other ranks, its heartbeat informs them.
-            if comm.size() > 1:
-                raise
-            failure = agreed(StopError(str(error)))
-        except AGREED_ERRORS as error:
-            failure = agreed(error)
-        if is_finished or failure:
-            # Write the exit code first, because this process may be killed while it waits for the uploads.
-            if first:
-                mark_launch(run.folder, launch_id, exit_code(failure))
-            # Do this even after a failure: earlier checkpoints may still wait for their upload.
-            run.saver.end(run.heartbeat.place.step)
-        if failure is not None:
-            raise failure
-        if run.wandb:
-            run.wandb.exit_code = 0
-        if not is_finished:  # the uploads continue in the next stage
-            uploads, run.saver.uploads = run.saver.uploads, None
-        release(run.engine)
-        return run.folder, is_finished, uploads
-
-
-@contextmanager
-def _session(timeout_s: float) -> Iterator[ExitStack]:
-    """Join the process group for the `with` block, and leave it normally even if all ranks raise one of AGREED_ERRORS.
-
-    Args:
-        timeout_s: A collective operation fails if it takes longer than this many seconds.
-
-    Yields:
-        An exit stack that is closed before the ranks leave the process group.
+        Exception: As in `run_training`: an AgreedError on all ranks, or another error on some ranks.
     """
     adopt_slurm()
-    failure: Exception | None = None
-    with comm.session(timeout_s), ExitStack() as stack:
-        try:
-            yield stack
-        except AGREED_ERRORS as error:
-            # Raise it only after this rank has left the process group. The process group and the heartbeat
-            # would otherwise treat this rank as failed.
-            failure = error
-    if failure is not None:
-        raise failure
+    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
+    uploads: Mirror | None = None
+    is_first_stage = True
+    while True:
+        run: Run | None = None
+        # The engine of the previous stage contains reference cycles, so only the garbage collector frees its memory.
+        gc.collect()
+        get_accelerator().empty_cache()
+        with comm.session(config.timeout_s), ExitStack() as stack:
+            try:
+                options = {"--resume": resume, "--allow-change": list(allow_change)}
+                _check_ranks(config, options)
+                unattended = launch_id is not None
+                run = build(config, resume, stack, unattended, allow_change, uploads, interrupts)
+                _announce(run, launch_id)
+                train(run)
+                if run.is_last_stage:
+                    finish(run)
+            except Exception as error:
+                if isinstance(error, FinishedError) and resume == AUTO:
+                    return _pass_over_finished(error.folder, launch_id)
+                failure = _explain(error, run, is_first_stage)
+                _report(failure, is_command)
+                if run is not None and isinstance(failure, comm.AgreedError):
+                    _end(run, launch_id, failure.exit_code)
+                if failure is error:
+                    raise
+                raise failure from error
+            if run.wandb:
+                run.wandb.exit_code = 0
+            if run.is_last_stage:
+                _end(run, launch_id, 0)
+            else:  # the uploads continue in the next stage
+                uploads, run.saver.uploads = run.saver.uploads, None
+            release(run.engine)
+        if run.is_last_stage:
+            return run.folder
+        resume, allow_change, is_first_stage = str(run.folder), (), False
+
+
+def _check_ranks(config: Config, options: dict[str, Any]) -> None:
+    """Check that all ranks have the same settings, options and code. Collective.
+
+    Raises:
+        ValueError: On every rank, if they differ, or if a rank has called `refuse_recipe` instead.
+    """
+    with comm.all_or_none("recipe"):
+        pass
+    check_agreement(config.model_dump(mode="json") | options)
+    check_code()
+
+
+def refuse_recipe(problem: ValueError) -> None:
+    """Tell the other ranks that this rank cannot read its recipe, so that none waits for it. Collective.
+
+    Raises:
+        RefusedError: On every rank. The message names the ranks that cannot read their recipe.
+    """
+    adopt_slurm()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        raise comm.RefusedError(str(problem))
+    timeout_s = Config.model_fields["timeout_s"].default
+    try:
+        with comm.session(timeout_s), comm.all_or_none("recipe"):
+            raise problem
+    except comm.AgreedError as error:
+        raise comm.RefusedError(str(error)) from None
+
+
+def _announce(run: Run, launch_id: str | None) -> None:
+    """On rank 0, print what is trained, and record the launch in the run folder."""
+    if comm.rank() != 0:
+        return
+    step, samples = run.schedule.first_step, run.schedule.first_samples
+    resumed = f"resumes after step {step:,}, " if step else ""
+    say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
+    say(run.description)
+    num_epochs = run.schedule.num_samples / max(run.loader.epoch_samples, 1)
+    for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
+        say(f"warning: {problem}")
+    mark_launch(run.folder, launch_id)
+
+
+def _pass_over_finished(folder: Path, launch_id: str | None) -> Path:
+    """Return the folder of a run that --resume auto has found finished. On rank 0, print and record that."""
+    if comm.rank() == 0:
+        say(f"{folder} has done all its steps")
+        mark_launch(folder, launch_id, 0)
+    return folder
+
+
+def _explain(error: Exception, run: Run | None, is_first_stage: bool) -> Exception:
+    """Return the error to raise in place of `error`: an AgreedError if all ranks have failed with the same error.
+
+    Args:
+        error: The error of this rank.
+        run: The run; None if it could not be built.
+        is_first_stage: Whether the run could not be built because of a mistake in the settings. If a later stage cannot
+            be built, this is probably not the cause, so `disco-ds launch` may restart the run.
+    """
+    if comm.is_out_of_memory(error):
+        phase = run.heartbeat.progress.doing if run else "building"
+        return torch.OutOfMemoryError(describe_memory(error, phase))
+    if run is None and isinstance(error, ValueError):
+        return (comm.RefusedError if is_first_stage else comm.AgreedError)(str(error))
+    if isinstance(error, LossContractError) and comm.size() == 1:
+        return comm.AgreedError(str(error))
+    return error
+
+
+def _report(error: Exception, is_command: bool) -> None:
+    """Log an error that all ranks have agreed on. In a command, also print it, or that this rank is out of memory."""
+    host = socket.gethostname()
+    if isinstance(error, torch.OutOfMemoryError) and is_command:
+        show(f"rank {comm.rank()} is {error}", f"error on {host}")
+    if isinstance(error, comm.AgreedError) and comm.rank() == 0:
+        is_requested = isinstance(error, comm.AskedToStopError)
+        log_only(redact(str(error)), logging.INFO if is_requested else logging.ERROR)
+        if is_command:
+            show(error, host if is_requested else f"error on {host}")
+
+
+def _end(run: Run, launch_id: str | None, code: int) -> None:
+    """Record the exit code, and wait for the uploads, which earlier checkpoints may need even after a failure."""
+    # Write the exit code first, because this process may be killed while it waits for the uploads.
+    if comm.rank() == 0:
+        mark_launch(run.folder, launch_id, code)
+    run.saver.end(run.heartbeat.progress.step)
 
 
 @contextmanager
@@ -336,26 +307,29 @@ def evaluate_run(
         ...     print(result.name, sorted(result.values))
         unseen ['chance', 'recall', 'top1', 'top5']
     """
+    adopt_slurm()
     try:
         config = evaluation_settings(model, overrides, recipe, weights)
     except ValueError as error:
-        raise RefusedError(str(error)) from None
-    with _restored_process(), _session(config.timeout_s) as stack:
-        heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
-        share_host()  # without this, each rank would start as many threads as the host has cores
+        with _restored_process():
+            refuse_recipe(error)
+    with _restored_process(), comm.session(config.timeout_s), ExitStack() as stack:
         try:
-            arguments = {"MODEL": str(model), "--weights": str(weights), "--ema": ema}
-            check_agreement(config.model_dump(mode="json") | arguments)
+            _check_ranks(config, {"MODEL": str(model), "--weights": str(weights), "--ema": ema})
+            heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
+            share_host()  # without this, each rank would start as many threads as the host has cores
             with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.all_or_none("model"):
                 module, tokenizer = load_model(model, weights, ema, config.model)
         except ValueError as error:
-            raise RefusedError(str(error)) from error
+            raise comm.RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
-        kind = config.precision
-        if kind != "fp32" and comm.rank() == 0:
-            say(f"evaluating in {kind}, the precision of the settings; add deepspeed={{}} for fp32")
+        precision = config.precision
+        if precision != "fp32" and comm.rank() == 0:
+            say(
+                f"evaluating in {precision}, the precision of the settings; add deepspeed={{}} for fp32"
+            )
         spec = read_image_spec(module)
-        module = in_precision(module, kind)
+        module = in_precision(module, precision)
         return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)

@@ -2,31 +2,43 @@
 
 timm recognizes an image tower of disco_ds only after the tower's module is imported. The exported
 README.md says so and contains the import line.
+
+Two families can be converted to transformers: CLIP with open_clip's vision and text transformers, and SigLIP with
+timm's vision transformer. If the original and the converted model compute different features for a random batch, the
+model is refused. This check also catches architectures that the code below does not handle.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+import re
 import shutil
+import string
 from pathlib import Path
 from typing import Any, Literal
 
 import open_clip
 import timm
+import torch
 from open_clip.push_to_hf_hub import save_config_for_hf
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer, get_clean_fn
+from open_clip.transformer import QuickGELU
+from PIL import Image
 from safetensors.torch import save_file
-from torch import nn
+from timm.layers.activations import GELUTanh
+from torch import Tensor, nn
 
-from disco_ds.checkpoints.transformers_export import check_as_user, convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.config import Tree
 from disco_ds.distributed.comm import DTYPES
-from disco_ds.models.clip import build_tokenizer
+from disco_ds.models.clip import build_tokenizer, read_preprocessing
 from disco_ds.models.param_groups import SCALES
 
 Layout = Literal["open_clip", "transformers"]
 
 HEAD = """---
-library_name: open_clip
+library_name: {library}
 pipeline_tag: zero-shot-image-classification
 tags:
 - clip
@@ -67,16 +79,59 @@ clip_benchmark eval --model "local-dir:{folder}" --output RESULT.json \\
 """,
     "transformers": """
 ```python
+from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 model = AutoModel.from_pretrained("{folder}")
-images, texts = AutoImageProcessor.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
-tokens = texts(["a photo"], padding="max_length", truncation=True, return_tensors="pt")
-features = model.get_text_features(**tokens)
+prepare, tokenize = AutoImageProcessor.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
+image = prepare(Image.open("photo.jpg"), return_tensors="pt")
+text = tokenize(["a cat", "a dog"], padding="max_length", truncation=True, return_tensors="pt")
+output = model(**image, **text)
+features = output.image_embeds, output.text_embeds  # unit rows
 ```
 """,
 }
 """Sections of an export's README.md about loading the export, keyed by layout."""
+PIPELINE = """
+```python
+from transformers import pipeline
+
+classify = pipeline("zero-shot-image-classification", "{folder}")
+scores = classify("photo.jpg", candidate_labels=["cat", "dog"])
+```
+"""
+"""Section of the README.md of an export for transformers."""
+PIPELINE_LENGTH = 64
+"""Number of tokens to which transformers' zero-shot pipeline pads texts for SigLIP."""
+_TOLERANCE = 1e-5
+"""Maximum difference between the features of the original and the converted model, relative to the largest feature."""
+_NAMES = (
+    (r"^visual\.(trunk\.)?", "vision_model."),
+    (r"^(text\.)?(?=transformer|token_emb|positional_emb|ln_final|text_proj)", "text_model."),
+    (r"\.(transformer\.res)?blocks\.", ".encoder.layers."),
+    (r"\.attn\.(in_proj_|qkv\.)", ".self_attn.qkv_proj."),
+    (r"\.attn\.(out_)?proj\.", ".self_attn.out_proj."),
+    (r"\.(ln_|norm)([12])\.", r".layer_norm\2."),
+    (r"\.c_fc\.", ".fc1."),
+    (r"\.c_proj\.", ".fc2."),
+    (r"\.attn_pool\.latent$", ".head.probe"),
+    (r"\.attn_pool\.(q|kv)\.", ".head.attention.in_proj_"),
+    (r"\.attn_pool\.proj\.", ".head.attention.out_proj."),
+    (r"\.attn_pool\.norm\.", ".head.layernorm."),
+    (r"\.attn_pool\.mlp\.", ".head.mlp."),
+    (r"\.(conv1|patch_embed\.proj)\.", ".embeddings.patch_embedding."),
+    (r"\.(positional_embedding|pos_embed)$", ".embeddings.position_embedding.weight"),
+    (r"\.(class_embedding$|token_embedding\.)", r".embeddings.\1"),
+    (r"\.ln_pre\.", ".pre_layrnorm."),
+    (r"\.(ln_post|norm)\.", ".post_layernorm."),
+    (r"\.ln_final\.", ".final_layer_norm."),
+    (r"^vision_model\.proj$", "visual_projection.weight"),
+    (r"^text_model\.text_projection$", "text_projection.weight"),
+    (r"^text_model\.text_projection\.", "text_model.head."),
+)
+"""Replacements that turn open_clip's and timm's tensor names into transformers' names: (pattern, replacement).
+
+They are applied in order."""
 
 
 def export_run(
@@ -122,7 +177,6 @@ def export_run(
     tokenizer = build_tokenizer(weights.settings, model)
     if layout == "transformers":
         exported = convert(model, weights.name)
-        check_as_user(exported, model, tokenizer)
     else:
         _check_image_size(model, weights.architecture)
     _cast(exported, dtype)
@@ -132,7 +186,7 @@ def export_run(
         partial.mkdir(parents=True)
         if layout == "transformers":
             exported.save_pretrained(partial)
-            write_processor(partial, model, tokenizer)
+            write_processor(partial, model, tokenizer, exported)
         else:
             _write_open_clip(partial, weights, exported, tokenizer)
         facts = {
@@ -141,8 +195,11 @@ def export_run(
             "origin": weights.origin.name,
             "dtype": dtype,
         }
-        readme = _render_readme(layout, weights.architecture, facts)
+        readme = _render_readme(layout, weights.architecture, exported, facts)
         (partial / "README.md").write_text(readme, encoding="utf-8")
+        # safetensors creates files that only their owner may read.
+        for path in partial.glob("*.safetensors"):
+            path.chmod((partial / "README.md").stat().st_mode)
         partial.rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
@@ -181,8 +238,6 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
         tensors[name] = tensors[name].reshape(())
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     save_config_for_hf(model, folder / MODEL_CONFIG, weights.architecture)
-    # safetensors creates a file that only its owner may read, so copy the permissions of the config file.
-    (folder / TENSORS).chmod((folder / MODEL_CONFIG).stat().st_mode)
     if "factory" in weights.architecture:
         return
     if hasattr(tokenizer, "save_pretrained"):  # open_clip's built-in tokenizer has no files
@@ -195,13 +250,253 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
         )
 
 
-def _render_readme(layout: Layout, architecture: Tree, facts: Tree) -> str:
+def _render_readme(layout: Layout, architecture: Tree, exported: Any, facts: Tree) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
-        return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])
+        return (HEAD + CUSTOM).format(**facts, library="disco_ds", factory=architecture["factory"])
+    facts = facts | {"library": layout}
     use = USES[layout]
+    if layout == "transformers":
+        is_clip = not hasattr(exported, "logit_bias")
+        length = exported.config.text_config.max_position_embeddings
+        use += PIPELINE if is_clip or length == PIPELINE_LENGTH else ""
     name = architecture["vision_cfg"].get("timm_model_name", "")
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     if module.startswith("timm"):
         return (HEAD + use).format(**facts, first="")
     return (HEAD + NOTE + use).format(**facts, module=module, first=f"import {module}\n")
+
+
+# transformers
+
+
+def convert(model: Any, name: str) -> Any:
+    """Convert a model to the transformers model that has the same outputs.
+
+    Args:
+        model: A model that open_clip built, in fp32 on the CPU.
+        name: Name of the model for error messages.
+
+    Raises:
+        ValueError: If transformers has no equivalent architecture, or is not installed.
+    """
+    transformers = _import_transformers()
+    text = getattr(model, "text", model)
+    trunk = getattr(model.visual, "trunk", None)
+    build = _build_clip if trunk is None else _build_siglip
+    try:
+        converted = build(transformers, model, text)
+        _load(converted, model)
+        difference = _compare(model.eval(), text, converted.eval())
+        if difference > _TOLERANCE:
+            raise RuntimeError(f"the converted model's features differ by {difference:.1g}")
+    except (RuntimeError, AttributeError, IndexError) as error:
+        towers = f"{type(trunk or model.visual).__name__} and {type(text).__name__}"
+        raise ValueError(
+            f"model {name} ({towers}) has parts that transformers' CLIPModel and SiglipModel lack: {error}"
+        ) from None
+    return converted
+
+
+def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) -> None:
+    """Write the image processor and the tokenizer for the model that `convert` returned.
+
+    Raises:
+        ValueError: If transformers has no equivalent image processing or tokenizer.
+    """
+    transformers = _import_transformers()
+    look = read_preprocessing(model)
+    height, width = look.size
+    common = {
+        "image_mean": list(look.mean),
+        "image_std": list(look.std),
+        "resample": Image.Resampling[look.interpolation.upper()].value,
+    }
+    if look.resize_mode == "longest":
+        raise ValueError(
+            "transformers cannot resize images by their longest side: choose another format"
+        )
+    size = {"height": height, "width": width}
+    if look.resize_mode == "squash":
+        images: Any = transformers.SiglipImageProcessor(size=size, **common)
+    else:
+        images = transformers.CLIPImageProcessor(
+            size={"shortest_edge": min(look.size)}, crop_size=size, **common
+        )
+    images.save_pretrained(folder)
+    if isinstance(tokenizer, SimpleTokenizer) and hasattr(converted, "logit_bias"):
+        raise ValueError(
+            "open_clip's tokenizer pads texts with 0, but transformers with the end token, to which SigLIP attends: "
+            "choose another format"
+        )
+    _convert_tokenizer(transformers, tokenizer).save_pretrained(folder)
+
+
+def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
+    if isinstance(tokenizer, HFTokenizer):
+        converted = copy.deepcopy(tokenizer.tokenizer)
+        # Return no attention mask, as in open_clip, because SigLIP attends to padding.
+        converted.model_input_names = ["input_ids"]
+        if tokenizer.clean_fn is get_clean_fn("canonicalize"):
+            converted = _canonicalize(transformers, converted)
+    elif isinstance(tokenizer, SimpleTokenizer):
+        words = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+        vocabulary = {
+            words.get(token, token): number for token, number in tokenizer.encoder.items()
+        }
+        merges = sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)
+        converted = transformers.CLIPTokenizer(vocab=vocabulary, merges=merges)
+    else:
+        raise ValueError(f"transformers has no tokenizer like {type(tokenizer).__name__}")
+    converted.model_max_length = tokenizer.context_length
+    return converted
+
+
+def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
+    """Return a tokenizer that also cleans texts as open_clip does for SigLIP: lowercase, without punctuation."""
+    tokenizers = importlib.import_module("tokenizers")  # transformers requires it
+    normalizers = tokenizers.normalizers
+    backend = tokenizer.backend_tokenizer
+    steps = [
+        normalizers.Replace("_", " "),
+        normalizers.Replace(tokenizers.Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Lowercase(),
+        normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
+        normalizers.Strip(),
+    ]
+    if backend.normalizer:
+        steps.append(backend.normalizer)
+    backend.normalizer = normalizers.Sequence(steps)
+    # Use the generic class. Others, such as T5Tokenizer, replace the normalizer when they are loaded.
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=tokenizer.model_input_names,
+        padding_side=tokenizer.padding_side,
+        **tokenizer.special_tokens_map,
+    )
+
+
+def _import_transformers() -> Any:
+    """Import transformers, an optional dependency that only this export needs.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(
+            f"--format transformers: {error}; pip install 'disco_ds[transformers]'"
+        ) from None
+
+
+def _build_clip(transformers: Any, model: Any, text: Any) -> Any:
+    visual = model.visual
+    last = text.vocab_size - 1
+    config = transformers.CLIPConfig(
+        vision_config=_describe_vision(model, visual.transformer.resblocks, visual.ln_post),
+        text_config=_describe_text(text)
+        | {"eos_token_id": last, "bos_token_id": last - 1, "pad_token_id": last},
+        projection_dim=visual.proj.shape[1],
+    )
+    return transformers.CLIPModel(config)
+
+
+def _build_siglip(transformers: Any, model: Any, text: Any) -> Any:
+    trunk = model.visual.trunk
+    width = {"projection_size": text.text_projection.out_features}
+    config = transformers.SiglipConfig(
+        vision_config=_describe_vision(model, trunk.blocks, trunk.norm),
+        text_config=_describe_text(text) | width,
+    )
+    return transformers.SiglipModel(config)
+
+
+def _describe_vision(model: Any, blocks: Any, norm: Any) -> dict[str, Any]:
+    convolutions = [part for part in model.visual.modules() if isinstance(part, nn.Conv2d)]
+    return _describe(blocks, norm) | {
+        "image_size": read_preprocessing(model).size[0],
+        "patch_size": convolutions[0].kernel_size[0],
+    }
+
+
+def _describe_text(text: Any) -> dict[str, Any]:
+    return _describe(text.transformer.resblocks, text.ln_final) | {
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": len(text.positional_embedding),
+    }
+
+
+def _describe(blocks: Any, norm: Any) -> dict[str, Any]:
+    """Derive the settings of an open_clip or timm transformer from its blocks and final norm."""
+    mlp = blocks[0].mlp
+    first, activation = (mlp.c_fc, mlp.gelu) if hasattr(mlp, "c_fc") else (mlp.fc1, mlp.act)
+    return {
+        "hidden_size": first.in_features,
+        "intermediate_size": first.out_features,
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": blocks[0].attn.num_heads,
+        "layer_norm_eps": norm.eps,
+        "hidden_act": _name_activation(activation),
+    }
+
+
+def _name_activation(activation: nn.Module) -> str:
+    if isinstance(activation, GELUTanh) or getattr(activation, "approximate", "") == "tanh":
+        return "gelu_pytorch_tanh"
+    # With any other activation, the features differ, so `convert` refuses the model.
+    return "quick_gelu" if isinstance(activation, QuickGELU) else "gelu"
+
+
+def _load(converted: Any, model: Any) -> None:
+    """Copy the tensors of `model` into `converted`.
+
+    Raises:
+        RuntimeError: If either model has tensors that the other lacks, or shapes differ.
+    """
+    tensors = _rename(model.state_dict())
+    # CLIPModel cannot store a bias, so drop it. SiglipModel needs a bias, so use 0 if the model has none.
+    # Neither changes the ranking of the scores.
+    bias = tensors.pop("logit_bias", torch.zeros(1))
+    if hasattr(converted, "logit_bias"):
+        tensors["logit_bias"] = bias
+    converted.load_state_dict(tensors)
+
+
+def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with their names and shapes in transformers."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in _NAMES:
+            name = re.sub(pattern, replacement, name)
+        if at := re.fullmatch(r"(.*\.self_attn\.)qkv_proj(.*)", name):
+            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[f"{at[1]}{letter}_proj{at[2]}"] = part
+        elif name.endswith("position_embedding.weight"):
+            renamed[name] = tensor.reshape(-1, tensor.shape[-1])
+        elif name in ("visual_projection.weight", "text_projection.weight"):
+            renamed[name] = tensor.T
+        elif name in renamed:  # attention pooling: append the kv projection to the q projection
+            renamed[name] = torch.cat([renamed[name], tensor])
+        else:
+            renamed[name] = tensor
+    return renamed
+
+
+@torch.no_grad()
+def _compare(model: Any, text: Any, converted: Any) -> float:
+    """Return the largest difference between the models' features of random inputs, relative to the largest feature."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(2, 3, *read_preprocessing(model).size, generator=generator)
+    length = len(text.positional_embedding)
+    tokens = torch.randint(1, text.vocab_size - 1, (2, length), generator=generator)
+    tokens[:, -1] = text.vocab_size - 1
+    worst = 0.0
+    for ours, theirs in (
+        (model.encode_image(images), converted.get_image_features(pixel_values=images)),
+        (model.encode_text(tokens), converted.get_text_features(input_ids=tokens)),
+    ):
+        theirs = getattr(theirs, "pooler_output", theirs)
+        difference = (ours - theirs).abs().max() / ours.abs().max()
+        worst = max(worst, difference.item())
+    return worst

@@ -1,50 +1,102 @@
-"""Resume a run: choose a checkpoint in the run folder and restore the engine from it."""
+"""Resume a run: find a checkpoint in the run folder, compare its settings, and restore the engine from it."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deepspeed import DeepSpeedEngine as Engine
 from torch import nn
 
-from disco_ds.checkpoints import checkpoint, reshard, retention
-from disco_ds.checkpoints.changes import find_changes, refuse_changes
-from disco_ds.checkpoints.checkpoint import Saved
-from disco_ds.checkpoints.retention import DamagedError
-from disco_ds.config import Config, Tree
+from disco_ds.checkpoints import keep
+from disco_ds.checkpoints.checkpoint import Checkpoint, open_verified, restore_rng
+from disco_ds.checkpoints.keep import DamagedError
+from disco_ds.checkpoints.state import load_trained, load_untrained
+from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.distributed import comm
+from disco_ds.distributed.hosts import flatten
 from disco_ds.models.clip import read_architecture
-from disco_ds.models.param_groups import parameter_groups
 from disco_ds.runs.run_folder import split_resume
 
-HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
-"""Keys of optimizer parameter groups whose values come from this run's settings on resume, not from the checkpoint.
-
-The learning rate is not listed, because it is set before every update.
-"""
 logger = logging.getLogger(__name__)
 
+DATA_MAY_CHANGE = {
+    "workers",
+    "prefetch",
+    "max_broken",
+    "shards",
+    "manifest",
+    "remote",
+    "options",
+}
+"""Data settings that are not compared when a run is resumed, because they do not affect the samples or their order.
 
-def choose(
+The shards are compared by their fingerprint, not by the settings that locate them.
+"""
+
+SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
+"""Settings of a data.sources entry that are not compared when a run is resumed.
+
+They do not affect the samples or their order. The shards are compared by their fingerprint.
+"""
+
+MODEL_MAY_CHANGE = {
+    "name",
+    "factory",
+    "options",
+    "pretrained",
+    "pretrained_image",
+    "activation_checkpointing",
+    "compile",
+    "towers",
+}
+"""Model settings that are not compared when a run is resumed.
+
+The architecture is compared instead of name, factory and options. The settings for initial weights do not
+matter, because a resumed run takes its weights from the checkpoint.
+"""
+
+COMMUNICATION_SETTINGS = ("overlap_comm", "reduce_bucket_size")
+"""ZeRO settings for gradient communication, which may change without resharding.
+
+They do not affect which part of the state each rank holds.
+"""
+MAY_BE_ALLOWED = {
+    "global_batch",
+    # It may change even without --allow-change. It is listed because users often name it along with global_batch.
+    "micro_batch",
+    *(
+        f"optim.{name}"
+        for name in OptimSettings.model_fields
+        if name not in ("name", "factory", "elementwise", "image", "text")
+    ),
+    *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
+    *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
+}
+"""Settings that --allow-change may name. The other settings in identity_of must never change on resume: they
+decide which samples are read, or to which model, optimizer and loss the saved state belongs."""
+
+
+def find_checkpoint(
     folder: Path,
     resume: str,
     config: Config,
     identify: Callable[[Config], Tree],
     unattended: bool,
     allow_change: Sequence[str] = (),
-) -> Saved:
-    """Choose the checkpoint to resume from and verify all of its files. Collective.
+) -> Checkpoint:
+    """Find the checkpoint to resume from and verify all of its files. Collective.
 
     Args:
         folder: The run folder.
         resume: Value of --resume. If it does not name a checkpoint, the latest complete one is chosen.
         config: Settings of this run.
         identify: Returns the settings of a stage that must stay the same on resume, such as those in
-            checkpoint.identity. It does not communicate.
+            identity_of. It does not communicate.
         unattended: Whether to fall back to the previous checkpoint if this one is damaged.
         allow_change: Names of settings that may differ from those in the checkpoint.
 
@@ -54,7 +106,7 @@ def choose(
     """
     # Only rank 0 chooses: a new folder on a shared file system may become visible to some hosts late.
     path = comm.from_rank_0(
-        "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
+        "run folder", lambda: split_resume(resume)[1] or keep.find_latest(folder)
     )
 
     def check(meta: Tree) -> None:
@@ -69,10 +121,10 @@ def choose(
 
     while True:
         try:
-            return checkpoint.open_verified(path, check)
+            return open_verified(path, check)
         except DamagedError as error:
             damage = error
-        older = comm.from_rank_0("run folder", partial(retention.find_older, path))
+        older = comm.from_rank_0("run folder", partial(keep.find_older, path))
         if older is None:
             raise ValueError(
                 f"{damage}; {folder} has no older complete checkpoint: start a new run, without --resume"
@@ -85,7 +137,7 @@ def choose(
         path = older
 
 
-def set_newer_aside(saved: Saved) -> None:
+def set_newer_aside(saved: Checkpoint) -> None:
     """Set aside all checkpoints that are newer than the one a run resumes from. Collective.
 
     Raises:
@@ -94,21 +146,21 @@ def set_newer_aside(saved: Saved) -> None:
     """
 
     def rename() -> None:
-        for path in reversed(retention.list_complete(saved.path.parents[1])):
-            if retention.step_of(path) > saved.step:
-                retention.set_aside(path)
+        for path in reversed(keep.list_complete(saved.path.parents[1])):
+            if keep.step_of(path) > saved.step:
+                keep.set_aside(path)
 
     comm.from_rank_0(f"setting aside checkpoints newer than {saved.path}", rename)
 
 
-def log_changes(saved: Saved, num_steps: int, identity: Tree, shape: Tree) -> None:
+def log_changes(saved: Checkpoint, num_steps: int, identity: Tree, shape: Tree) -> None:
     """On rank 0, log how this run differs from the checkpoint: settings, steps, ranks, ZeRO stage and precision.
 
     Args:
         saved: The checkpoint.
         num_steps: Length of this run in steps.
         identity: This run's settings that must stay the same on resume, in the stage in which the checkpoint was saved.
-        shape: The result of checkpoint.shape for this run.
+        shape: The result of shape_of for this run.
     """
     if comm.rank() != 0:
         return
@@ -121,11 +173,13 @@ def log_changes(saved: Saved, num_steps: int, identity: Tree, shape: Tree) -> No
 
 
 def restore(
-    saved: Saved, config: Config, model: nn.Module, build_engine: Callable[[], Engine]
+    saved: Checkpoint, config: Config, model: nn.Module, build_engine: Callable[[], Engine]
 ) -> Engine:
     """Build the engine and load the checkpoint into it. Collective.
 
-    If the number of ranks, the ZeRO stage, the precision or the model's image size has changed, reshard the checkpoint.
+    If the number of ranks, the ZeRO settings, the precision and the image size have not changed, the random generators
+    are restored too, so the resumed run is bit-identical to an uninterrupted one. Otherwise, random draws, such as
+    dropout, differ.
 
     Args:
         saved: The checkpoint.
@@ -138,34 +192,121 @@ def restore(
     """
     architecture = read_architecture(config.model)
     is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
-    is_same = saved.meta["shape"] == checkpoint.shape(config, comm.size()) and not is_resized
-    order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
-    if not is_same:
-        # Load frozen parameters and buffers before the engine is built: at ZeRO 3, an engine leaves each rank only a
-        # part of each parameter.
-        reshard.load_untrained(saved, model, set(order))
+    is_same = saved.meta["shape"] == shape_of(config, comm.size()) and not is_resized
+    # Do this before the engine is built: at ZeRO 3, an engine leaves each rank only a part of each parameter.
+    load_untrained(saved, model)
     engine = build_engine()
-    with _settings_kept(engine):
-        if is_same:
-            # Each rank loads its own part, including the random generators, so the resumed run is bit-identical to an
-            # uninterrupted one.
-            checkpoint.load_engine(saved, engine)
-        else:
-            reshard.load_trained(saved, engine, order)
+    load_trained(saved, engine, is_same)
+    if is_same:
+        restore_rng(saved.read_rank(comm.rank())["rng"])
     return engine
 
 
-@contextmanager
-def _settings_kept(engine: Engine) -> Iterator[None]:
-    """Keep this run's optimizer settings while the `with` block loads a checkpoint, which contains older settings."""
-    optimizer = engine.optimizer
-    before = {
-        group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group}
-        for group in optimizer.param_groups
+# Settings that must stay the same
+
+
+def identity_of(config: Config, fingerprint: str, architecture: Tree) -> Tree:
+    """Return the settings that must stay the same when a run is resumed, keyed by their names in a recipe.
+
+    Args:
+        config: Settings of the run.
+        fingerprint: Fingerprint of the shards.
+        architecture: The model's config in open_clip's format.
+    """
+    excluded = dict.fromkeys(DATA_MAY_CHANGE, True) | {"sources": {"__all__": SOURCE_MAY_CHANGE}}
+    return {
+        "loss": config.loss.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json", exclude=MODEL_MAY_CHANGE),
+        "model.config": architecture,
+        "optim": config.optim.model_dump(mode="json", exclude={"elementwise"}),
+        "global_batch": config.global_batch,
+        "seed": config.seed,
+        "data": config.data.model_dump(mode="json", exclude=excluded),
+        "data.shards": fingerprint,
     }
-    clip_norm = getattr(optimizer, "clip_grad", None)
-    yield
-    for group in optimizer.param_groups:
-        group.update(before[group["name"]])
-    if clip_norm is not None:
-        optimizer.clip_grad = clip_norm
+
+
+def shape_of(config: Config, ranks: int) -> Tree:
+    """Return, as JSON values, the settings that decide which part of the state each rank holds.
+
+    If they have changed when a run is resumed, state.py reads the files of all ranks.
+    """
+    zero = config.deepspeed.get("zero_optimization", {})
+    return {
+        "ranks": ranks,
+        "stage": config.zero_stage,
+        "precision": config.precision,
+        "zero_optimization": {
+            key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS
+        },
+    }
+
+
+def refuse_changes(saved: Tree, now: Tree, allowed: Sequence[str] = ()) -> None:
+    """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
+
+    Args:
+        saved: The settings that must stay the same on resume, as read from the checkpoint.
+        now: The settings of this run that must stay the same on resume.
+        allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
+
+    Raises:
+        ValueError: If a setting has changed and is not allowed. The message names each such setting. If
+            --allow-change can allow all of them, the message also shows the option to use.
+    """
+    changes = find_changes(saved, now)
+    changed = [name for name in changes if not is_within(name, allowed)]
+    if not changed:
+        return
+    lines = ["the checkpoint was made with other settings:"]
+    for name in changed:
+        old, new = changes[name]
+        lines.append(f"{name}: {old!r} in the checkpoint, {new!r} now")
+    if any(is_within(name, ["model.preprocess"]) for name in changed):
+        lines.append(
+            "model.preprocess comes from the folder of model.pretrained: is that folder missing?"
+        )
+    if all(is_within(name, MAY_BE_ALLOWED) for name in changed):
+        names = [
+            setting
+            for setting in sorted(MAY_BE_ALLOWED)
+            if any(is_within(name, [setting]) for name in changed)
+        ]
+        lines.append(f"--allow-change {','.join(names)} resumes with the new values")
+    raise ValueError("\n  ".join(lines))
+
+
+def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
+    """Refuse an --allow-change that cannot be used.
+
+    Args:
+        allowed: Dotted names given to --allow-change.
+        resume: Value of --resume; None for a new run.
+
+    Raises:
+        ValueError: If a name is not a setting that may change within a run, or if the run is not resumed.
+    """
+    if allowed and not resume:
+        raise ValueError("--allow-change needs --resume: a new run accepts any settings")
+    for name in allowed:
+        if not is_within(name, MAY_BE_ALLOWED):
+            known = ", ".join(sorted(MAY_BE_ALLOWED))
+            raise ValueError(
+                f"--allow-change {name}: not a setting that may change within a run; choose from: {known}"
+            )
+
+
+def find_changes(saved: Tree, now: Tree) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ between two nested dicts: dotted name -> (old value, new value).
+
+    A setting that is missing from one of the dicts counts as None.
+    """
+    # JSON turns the tuples of `now` into lists, as in the checkpoint.
+    old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))
+    values = {name: (old.get(name), new.get(name)) for name in [*new, *old]}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+def is_within(name: str, settings: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of these settings, or inside one of them."""
+    return any(f"{name}.".startswith(f"{setting}.") for setting in settings)

@@ -5,21 +5,17 @@ resume.py resumes training, and export.py writes exports.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import open_clip
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from disco_ds.checkpoints.checkpoint import Saved, read
-from disco_ds.checkpoints.fragments import WHOLE, read_average
-from disco_ds.checkpoints.retention import ENGINE, DamagedError, find_latest, find_older
+from disco_ds.checkpoints.checkpoint import read
+from disco_ds.checkpoints.keep import DamagedError, find_latest, find_older
+from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import ModelSettings, Tree, load_config
 from disco_ds.models.clip import (
     build_model,
@@ -83,6 +79,11 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
                 raise
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path, ema)
+    if (path / "model.safetensors").is_file():
+        raise ValueError(
+            f"{path} is in the format of transformers, which disco_ds does not read: use the run, or an export in the "
+            "format of open_clip"
+        )
     raise ValueError(
         f"{path} contains no weights: expected a run folder that contains {CHECKPOINTS}/, a checkpoint inside "
         f"{CHECKPOINTS}/, or an exported folder that contains {MODEL_CONFIG}"
@@ -102,7 +103,7 @@ def build_from(weights: Weights) -> nn.Module:
     bias = weights.architecture.get("init_logit_bias")
     model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
     tensors = dict(weights.tensors)
-    # If modules share a parameter, the averaged weights contain it only under its first name.
+    # If modules share a parameter, the fp32 value is under its first name.
     first: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(parameter, name) in tensors:
@@ -120,45 +121,16 @@ def build_from(weights: Weights) -> nn.Module:
     return model.eval()
 
 
-def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of every parameter and buffer of a checkpoint.
-
-    The values of trained parameters are the fp32 master weights. At ZeRO 0 and 3, the files are memory-mapped and only
-    one tensor at a time is in memory. At ZeRO 1 and 2, DeepSpeed's reader keeps all tensors in memory.
-
-    Raises:
-        DamagedError: If a file has changed since it was written, or cannot be read.
-    """
-    stage = saved.meta["shape"]["stage"]
-    state: dict[str, Any] = {}
-    if stage < 3:
-        # At ZeRO 0 these values are the fp32 masters, because disco_ds refuses 16-bit weights there. At
-        # ZeRO 1 and 2, only this file contains the frozen parameters.
-        state |= saved.load(WHOLE)["module"]
-    if stage > 0:
-        saved.verify(name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/"))
-        # Suppress the lines and progress bars that DeepSpeed prints.
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            state |= get_fp32_state_dict_from_zero_checkpoint(
-                str(saved.path), tag=ENGINE, lazy_mode=True
-            )
-    for name, value in state.items():
-        yield name, value.contiguous()
-
-
 def _read_checkpoint(path: Path, ema: bool) -> Weights:
     recipe = path.parent.parent / CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
     try:
         saved = read(path)
-        tensors = dict(read_tensors(saved))
-        average = read_average(saved) if ema else {}
+        tensors = read_tensors(saved, ema)
     except DamagedError as error:
         older = find_older(path) or "none"
         raise ValueError(f"{error}; previous complete checkpoint: {older}") from None
-    for key, value in average.items():
-        tensors[key] = value.view_as(tensors[key])
     identity = saved.meta["identity"]
     name = load_config(recipe).model.label
     preprocess = identity.get("model.preprocess", {})

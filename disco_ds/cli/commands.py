@@ -9,11 +9,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
-from disco_ds.cli.options import Doctor, Eval, Export, Report, Train
+from disco_ds.checks.report import Line, examine
+from disco_ds.cli.options import Doctor, Embed, Eval, Export, Report, Train
 from disco_ds.config import Config, load_config, render_ds_config
-from disco_ds.distributed.watchdog import die_with_launcher
-from disco_ds.doctor import Line, examine
+from disco_ds.distributed.launcher import die_with_launcher
 from disco_ds.runs.messages import fail_rank, set_up_logging, show
 
 
@@ -48,11 +49,11 @@ def report(options: Report) -> int:
 def evaluate(options: Eval) -> int:
     """Evaluate a model and print a table of results. Runs alone or on every rank of a launcher."""
     from disco_ds.config.text_file import write_text
-    from disco_ds.distributed.comm import RendezvousError
+    from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
     from disco_ds.eval import describe
-    from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
+    from disco_ds.run import evaluate_run
 
-    first = set_up_logging()
+    is_rank_0 = set_up_logging()
     die_with_launcher()
     path = options.json_file
     try:
@@ -61,9 +62,9 @@ def evaluate(options: Eval) -> int:
         results = evaluate_run(
             options.model, options.overrides, options.config, options.weights, options.ema
         )
-        if first:
+        if is_rank_0:
             print(describe(results), flush=True)
-        if first and path:
+        if is_rank_0 and path:
             sets = [
                 {"kind": result.kind, "name": result.name} | result.values | result.counts
                 for result in results
@@ -71,8 +72,42 @@ def evaluate(options: Eval) -> int:
             write_text(path, json.dumps({"model": options.model, "sets": sets}, indent=1) + "\n")
     except RendezvousError as error:
         return fail_rank(error, 1)
-    except (*AGREED_ERRORS, OSError) as error:
-        return fail_rank(error, exit_code(error), speaks=first or isinstance(error, OSError))
+    except AgreedError as error:
+        return fail_rank(error, error.exit_code, speaks=is_rank_0)
+    except OSError as error:
+        return fail_rank(error, 1)
+    return 0
+
+
+def embed(options: Embed) -> int:
+    """Store a teacher's embeddings with the samples of a data set. Runs alone or on every rank of a launcher.
+
+    Raises:
+        ValueError: If the settings or the model are invalid, or if the folder given by --to has shards of another
+            teacher, other data or other settings. In this case, nothing is written.
+        DataError: If too many samples are broken.
+        OSError: If a shard cannot be read or written.
+    """
+    from disco_ds.data.embed import IMAGE, TEXT, Embedder
+    from disco_ds.eval.model import in_precision, load_model, read_input_spec
+    from disco_ds.models.pretrained import hash_weights
+
+    is_rank_0 = set_up_logging()
+    config = load_config(options.config, options.overrides)
+    model, tokenizer = load_model(options.model, options.pretrained)
+    identity = {"model": options.model, "weights": hash_weights(model)}
+    clip: Any = model
+    scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
+    model = in_precision(model.requires_grad_(False), config.precision)
+    spec = read_input_spec(model, tokenizer)
+    embedder = Embedder(config.data, spec, model, identity, options.views, options.batch)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    embedder.write(options.to, rank, size)
+    if is_rank_0:
+        known = "" if bias is None else f", bias: {bias.item():.6g}"
+        print(
+            f"train on {options.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
+        )
     return 0
 
 
@@ -87,8 +122,8 @@ def dry_run(options: Train) -> int:
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.
+    from disco_ds.checks.recipe import check_length, check_recipe
     from disco_ds.data import count_epoch, load_sources
-    from disco_ds.doctor.recipe_checks import check_length, check_recipe
 
     lines = list(check_recipe(config, ranks))
     if not options.resume:
@@ -136,16 +171,12 @@ def _check_all(options: Doctor, is_rank_0: bool, size: int) -> Iterator[Line]:
     Yields:
         The lines to print.
     """
-    from disco_ds.doctor.versions import check_versions
-
-    if is_rank_0:
-        yield from examine("versions", check_versions)
     # A package that cannot be imported is reported like other problems.
     try:
-        from disco_ds.doctor.hosts import check_host
-        from disco_ds.doctor.ranks import check_ranks
-        from disco_ds.doctor.recipe_checks import check_data, check_start
-        from disco_ds.doctor.samples import check_samples
+        from disco_ds.checks.hosts import check_host
+        from disco_ds.checks.ranks import check_ranks
+        from disco_ds.checks.recipe import check_data, check_start
+        from disco_ds.checks.samples import check_samples
     except Exception as error:  # a broken installation may raise anything
         remedy = (
             "reinstall the package that cannot be imported; torch and torchvision must be of the same build "

@@ -12,11 +12,10 @@ from tqdm import tqdm
 from disco_ds.cli.options import Index
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data.remote.stores import StoreError
-from disco_ds.data.sources.counting import Contents, compare, index_shards
+from disco_ds.data.sources.counting import compare, index_shards
 from disco_ds.data.sources.listing import NAME, find_shards, list_folder
 from disco_ds.data.sources.manifest import read_manifest, write_manifest
 from disco_ds.names import plural
-from disco_ds.runs.messages import show
 
 
 def run(options: Index) -> int:
@@ -54,7 +53,6 @@ def run(options: Index) -> int:
             with suppress(ValueError):  # a manifest that cannot be read is replaced
                 known |= read_manifest(file)
     is_remote = bool(listing.urls)
-    contents = Contents()
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
         try:
             manifest = index_shards(
@@ -68,7 +66,6 @@ def run(options: Index) -> int:
                 published=(is_remote or not options.check) and not options.full,
                 skip_missing=options.missing == "skip",
                 save=None if options.check else partial(write_manifest, path=unfinished),
-                contents=contents,
                 whole=options.full,
             )
         except StoreError as error:
@@ -83,10 +80,6 @@ def run(options: Index) -> int:
         write_manifest(manifest, path)
         unfinished.unlink(missing_ok=True)
         print(f"{path}: {count}")
-        if contents.num_samples:
-            print(contents.describe())
-            if problem := contents.find_problem():
-                show(problem, "warning")
         return 0
     if not listing.whole:  # ignore the manifest's entries for other shards
         known = {name: known[name] for name in listing.names if name in known}

@@ -7,7 +7,7 @@ import sys
 from pkgutil import resolve_name
 
 from disco_ds.cli.options import COMMANDS, parse_args
-from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.distributed.launcher import adopt_slurm
 
 RANK_COMMANDS = {"train", "launch", "eval", "doctor"}
 """Commands that report user errors themselves. Their other errors are shown with a traceback."""

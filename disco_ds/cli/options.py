@@ -289,7 +289,7 @@ COMMANDS: dict[str, tuple[type[Command], str]] = {
     "launch": (Launch, "disco_ds.launch.launcher:run"),
     "eval": (Eval, "disco_ds.cli.commands:evaluate"),
     "export": (Export, "disco_ds.cli.commands:export"),
-    "embed": (Embed, "disco_ds.cli.embed:run"),
+    "embed": (Embed, "disco_ds.cli.commands:embed"),
     "report": (Report, "disco_ds.cli.commands:report"),
     "doctor": (Doctor, "disco_ds.cli.commands:doctor"),
     "plan": (Plan, "disco_ds.cli.plan:run"),
@@ -310,7 +310,10 @@ def parse_args(argv: list[str]) -> Any:
     """
     name, *words = argv or ["--help"]
     if name not in COMMANDS:
-        summaries = [f"  {each:16}{make_parser(each).description}\n" for each in COMMANDS]
+        summaries = [
+            f"  {each:16}{str(options.__doc__).splitlines()[0]}\n"
+            for each, (options, _) in COMMANDS.items()
+        ]
         overview = _make_parser("disco-ds", f"{INTRODUCTION}{''.join(summaries)}", OVERVIEW)
         overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
         return overview.parse_args([name])
@@ -325,9 +328,8 @@ def parse_args(argv: list[str]) -> Any:
         from disco_ds.names import did_you_mean
 
         flag = unknown[0].partition("=")[0]
-        hint = explain_word(flag)
         note = did_you_mean(flag, parser.format_help().split())
-        if hint:
+        if hint := explain_word(flag):
             note = f"; {flag}: {hint} (pass settings as key=value)"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{note}")
     try:

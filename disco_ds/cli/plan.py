@@ -7,9 +7,8 @@ from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu
 from disco_ds.names import plural
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import list_changes, write_recipe
 from disco_ds.plan.memory import GIB, PARTS, Memory
-from disco_ds.plan.overview import Plan, lowest_stage, plan_run
+from disco_ds.plan.overview import Plan, list_changes, lowest_stage, plan_run, write_recipe
 
 
 def run(options: PlanOptions) -> int:
@@ -136,14 +135,17 @@ def describe_time(made: Plan) -> str:
     speed, assumed = made.speed, made.assumed
     if speed is None:
         return "step time unknown: pass --flops and --link, or name the GPU in --gpu-memory"
+    images_per_s = made.config.global_batch / speed.step_s
     text = (
-        f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
+        f"step: {speed.step_s:,.2f} s, {images_per_s:,.0f} samples/s; "
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "
         f"{speed.comm_s:,.3f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU, of which {speed.hidden_s:,.3f} s "
         "overlap with the towers\n"
         f"Assumed: {speed.rate:.3g} of the GPU's FLOP/s ({speed.source}), {assumed.between_hosts:g} GB/s between "
         f"hosts of {assumed.per_host} GPUs; no waiting for data, no stragglers, no latencies."
     )
+    per_host = images_per_s * made.ranks_per_host / made.ranks
+    text += f"\nthe data workers must deliver {per_host:,.0f} images/s on each host"
     text += f"\ntexts: {describe_texts(made.assumed)}"
     # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
     if speed.step_s > made.config.timeout_s / 2:

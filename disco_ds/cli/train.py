@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import socket
 
+from disco_ds.cli.options import Train
 from disco_ds.config import load_config
-from disco_ds.distributed.comm import RendezvousError
-from disco_ds.distributed.watchdog import die_with_launcher
-from disco_ds.run import AGREED_ERRORS, exit_code, train_session
-from disco_ds.runs.messages import fail_rank, set_up_logging, show
-from disco_ds.training.loop import AskedToStopError
-from disco_ds.training.out_of_memory import OutOfMemory
+from disco_ds.distributed.launcher import die_with_launcher
+from disco_ds.runs.messages import fail_rank, set_up_logging
+from disco_ds.runs.run_log import say
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Train) -> int:
     """Run the command.
 
     Returns:
         Exit code 0: finished, or --resume auto found a finished run. 1: failed. 2: invalid
         settings or data, found before any work. 3: stopped by a signal, after saving.
     """
-    set_up_logging()
-    try:
-        config = load_config(args.config, args.overrides)
-    except ValueError as error:
-        # The ranks are not connected yet, so one rank per host prints the error.
-        return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    is_rank_0 = set_up_logging()
     # Otherwise this rank would keep training after its launcher has died.
     die_with_launcher()
+    problem: ValueError | None = None
     try:
-        train_session(config, args.resume, args.allow_change, args.launch_id, report)
+        config = load_config(args.config, args.overrides)
+        if is_rank_0:
+            say(f"{config.name}: loading the libraries, the data and the model")
+    except ValueError as error:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return fail_rank(error, 2)
+        problem = error
+    # Imported here, because these imports take several seconds.
+    import torch
+
+    from disco_ds.distributed.comm import AgreedError, RendezvousError
+    from disco_ds.run import refuse_recipe, train_session
+
+    try:
+        if problem is not None:
+            refuse_recipe(problem)
+        train_session(config, args.resume, args.allow_change, args.launch_id, is_command=True)
     except RendezvousError as error:
         return fail_rank(error, 1)
-    except OutOfMemory as error:
-        # If the error has an explanation, the rank has already printed it.
-        return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)
-    except AGREED_ERRORS as error:
-        return exit_code(error)  # already reported
+    except torch.OutOfMemoryError:
+        return 1  # already reported
+    except AgreedError as error:
+        if problem is not None:
+            fail_rank(error, error.exit_code, speaks=is_rank_0)
+        return error.exit_code  # already reported
     return 0
-
-
-def report(error: object) -> None:
-    """Print an error of the run. If a signal requested the stop, the message is not labeled as an error."""
-    host = socket.gethostname()
-    show(error, host if isinstance(error, AskedToStopError) else f"error on {host}")

@@ -124,7 +124,7 @@ def refuse_broken(
         raise DataError(
             f"{num_broken} of {num_read} samples are broken; the limit is {SPARE_BROKEN} plus the fraction "
             f"data.max_broken={max_broken:g} of the samples read. The last broken samples: {'; '.join(last)}. "
-            "Compare data.image_key and data.captions with the members of the samples, repair the shards, or raise "
+            "Compare data.image_key and data.captions with the fields of the samples, repair the samples, or raise "
             f"data.max_broken{trace}"
         )
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from disco_ds.data.batches import MicroBatch, SharedBatches
-from disco_ds.data.worker import RowReport
-from disco_ds.data.worker_process import InProcess, Worker
+from disco_ds.data.worker import InProcess, RowReport, Worker
 
 Producer = Worker | InProcess
 """A worker process or, without workers, the trainer's own process. Each producer fills some rows of every buffer."""

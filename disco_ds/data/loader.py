@@ -41,8 +41,7 @@ from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.load import count_epoch, count_slots, fingerprint, mix
-from disco_ds.data.worker import WorkerSpec
-from disco_ds.data.worker_process import InProcess, Worker, describe_error
+from disco_ds.data.worker import InProcess, Worker, WorkerSpec, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class Loader:
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
         self._damaged: set[str] = set()
-        """Descriptions of the damaged shards that have been found."""
+        """Descriptions of the damaged shards so far."""
         self._before = self._position
         """The position at the start of the current step."""
         self._error: str | None = None

@@ -218,7 +218,7 @@ class WholeShards:
             visit, offset = visit + 1, 0
             if visit > last_used + self.searched_epochs:
                 raise DataError(
-                    f"slot {slot} has found no complete sample in {self.searched_epochs} shards: are they tar files?"
+                    f"slot {slot} has no complete sample in {self.searched_epochs} shards: are they tar files?"
                 )
 
     def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from disco_ds.distributed import diagnostics
 from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 
 Group = Any
@@ -40,7 +39,7 @@ _next_port: int | None = None
 
 
 def init(timeout_s: float) -> None:
-    """Join the process group that the launcher's environment variables (distributed/slurm.py) describe.
+    """Join the process group that the launcher's environment variables (distributed/launcher.py) describe.
 
     Without a launcher, create a group of one rank. Collective: every rank must call this.
 
@@ -48,7 +47,8 @@ def init(timeout_s: float) -> None:
         timeout_s: Timeout of collectives, for all groups created from now on, including ZeRO's groups.
 
     Raises:
-        ValueError: If a variable shows that there are several processes, but RANK is not set.
+        ValueError: If a variable shows that there are several processes, but RANK is not set. Also if this rank has no
+            GPU of its own.
         RendezvousError: If the ranks cannot meet.
     """
     from torch.distributed import distributed_c10d
@@ -71,7 +71,10 @@ def init(timeout_s: float) -> None:
     # DeepSpeed 0.19 takes LOCAL_RANK as the number of the device, in the engine, in ZeRO 3 and for NCCL.
     os.environ["LOCAL_RANK"] = str(_device_number())
     get_accelerator().set_device(_device_number())
-    diagnostics.record_collectives()
+    if uses_nccl():
+        # Keep a record of the last collectives (heartbeat.py). Variables that the user has set are not changed.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = get_accelerator().communication_backend_name()
     if os.environ["WORLD_SIZE"] == "1" and not torch.distributed.is_initialized():
         # A single rank needs no port. torch's TCPStore would listen on all interfaces and let anyone change its keys.
@@ -102,8 +105,8 @@ def session(timeout_s: float) -> Iterator[None]:
     """Join the process group for a `with` block. Collective.
 
     All ranks leave the block together, because a rank that exits early makes the others abort. If the
-    block raises an error on a rank, that rank does not wait for the others: the launcher then sees it
-    exit and stops the others.
+    block raises an AgreedError, all ranks do so and leave normally. After any other error, this rank does
+    not wait for the others: the launcher then sees it exit and stops the others.
 
     Args:
         timeout_s: Timeout of collectives.
@@ -121,8 +124,11 @@ def session(timeout_s: float) -> Iterator[None]:
     if _next_port is not None:
         os.environ.update(MASTER_PORT=str(_next_port), TORCHELASTIC_USE_AGENT_STORE="False")
     init(timeout_s)
+    failure: AgreedError | None = None
     try:
         yield
+    except AgreedError as error:
+        failure = error
     except BaseException:
         # With one rank, no other rank is waiting, and this process may start another session.
         if size() == 1:
@@ -133,6 +139,8 @@ def session(timeout_s: float) -> Iterator[None]:
     _next_port = broadcast(_free_port()) if size() > 1 else None
     barrier()
     dist.destroy_process_group()
+    if failure is not None:
+        raise failure
 
 
 def _joined() -> bool:
@@ -191,6 +199,11 @@ def _device_number() -> int:
     return number
 
 
+def uses_nccl() -> bool:
+    """Return whether NCCL runs the collectives of this process."""
+    return bool(get_accelerator().communication_backend_name() == "nccl")
+
+
 def barrier() -> None:
     """Wait for all ranks. Collective."""
     if size() > 1:  # with one rank, NCCL would only warn that it guesses the device
@@ -209,6 +222,30 @@ def open_store(timeout_s: float) -> Any:
 
 
 # Errors
+
+
+class AgreedError(ValueError):
+    """An error that all ranks raise together, so that they can shut down cleanly.
+
+    Its subclasses say why the ranks stop:
+    - RefusedError: there is a mistake in the settings, data or weights.
+    - AskedToStopError: a signal requested it.
+    """
+
+    exit_code = 1
+    """Exit code of a command that ends with this error."""
+
+
+class RefusedError(AgreedError):
+    """A mistake in the settings, data or weights. It is raised before the first training step."""
+
+    exit_code = 2
+
+
+class AskedToStopError(AgreedError):
+    """A signal requested the run to stop. The message says whether a checkpoint was saved."""
+
+    exit_code = 3
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -296,27 +333,6 @@ def largest_of(values: Mapping[str, float | Tensor]) -> dict[str, float]:
     return dict(zip(values, all_reduce_max(packed).tolist(), strict=True))
 
 
-def ring_exchange(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group
-) -> list[Any]:
-    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
-
-    Returns:
-        The requests to wait for.
-    """
-    if not outgoing and not incoming:
-        return []
-    N, n = size(group), rank(group)
-    following = (n + 1) % N
-    previous = (n - 1) % N
-    if group is not None:
-        following = dist.get_global_rank(group, following)
-        previous = dist.get_global_rank(group, previous)
-    sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
-    receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
-    return dist.batch_isend_irecv(sends + receives)
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -341,6 +357,96 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
     return out
 
 
+# A ring of ranks
+
+Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
+"""Type of the argument `visit` of `circulate`."""
+
+
+def circulate(
+    block: Sequence[Tensor],
+    visit: Visit,
+    join: Callable[[list[Tensor], list[Tensor]], None],
+    group: Group = None,
+) -> list[Tensor]:
+    """Send every rank's block around the ring, and sum what the ranks compute for each block.
+
+    Each rank calls `visit` on its own block first. Every block has running sums, to which each rank
+    adds its result; the sums travel around the ring one hop behind the block. In each hop, a
+    rank sends and receives while `visit` runs. In addition to its own block, a rank needs memory for two
+    blocks and three sets of sums. Collective: every rank must call this.
+
+    Args:
+        block: This rank's tensors. Their shapes are the same on every rank, and they must not change
+            during the call.
+        visit: visit(owner, block, spare) returns the tensors that this rank adds to the sums of the
+            block of rank `owner`. Their shapes are the same in every call, or the list is always
+            empty. `spare` is a list of tensors from an earlier call that are no longer needed, or
+            None; `visit` may overwrite and return it.
+        join: join(mine, theirs) adds each tensor of `theirs` to the tensor of `mine` at the same
+            position, in place.
+        group: The process group; None means all ranks.
+
+    Returns:
+        The sums for this rank's block, over the results of all ranks.
+    """
+    N, n = size(group), rank(group)
+    current = [x.contiguous() for x in block]
+    # Two buffers take turns: `visit` reads the block in one buffer, which is also being sent, while the
+    # other buffer receives the next block.
+    buffers = [[torch.empty_like(x) for x in current] for _ in range(min(N - 1, 2))]
+    sums: list[Tensor] = []
+    free: list[list[Tensor]] = []
+    for hop in range(N):
+        following = buffers[hop % 2] if hop < N - 1 else []
+        arriving = _allocate_like(sums, free)
+        # `sums` are for the block of the previous hop, which the next rank has now.
+        outgoing = [*current, *sums] if following else sums
+        requests = _exchange(outgoing, [*following, *arriving], group)
+        mine = visit((n - hop) % N, current, free.pop() if free else None)
+        for request in requests:
+            request.wait()
+        if arriving:  # sums that the earlier ranks have computed for the current block
+            join(mine, arriving)
+            free += [arriving, sums]
+        sums = mine
+        current = following
+    if N == 1 or not sums:
+        return sums
+    # The last block that a rank visits belongs to the next rank, so one more hop brings the sums of
+    # every block back to the owner of the block.
+    result = _allocate_like(sums, free)
+    for request in _exchange(sums, result, group):
+        request.wait()
+    return result
+
+
+def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
+    """Return uninitialized tensors with the shapes of `tensors`. If `free` has an entry, remove and return it."""
+    if tensors and free:
+        return free.pop()
+    return [torch.empty_like(x) for x in tensors]
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
+    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
+
+    Returns:
+        The requests to wait for.
+    """
+    if not outgoing and not incoming:
+        return []
+    N, n = size(group), rank(group)
+    following = (n + 1) % N
+    previous = (n - 1) % N
+    if group is not None:
+        following = dist.get_global_rank(group, following)
+        previous = dist.get_global_rank(group, previous)
+    sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
+    receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
+    return dist.batch_isend_irecv(sends + receives)
+
+
 # Python objects
 
 
@@ -359,10 +465,6 @@ def broadcast(item: Any) -> Any:
     if _joined():
         dist.broadcast_object_list(items, src=0)
     return items[0]
-
-
-class AgreedError(ValueError):
-    """A failure that all ranks raise together, so that they can shut down cleanly."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A collective that waits for a dead rank times out without saying which rank is missing, so each rank
 runs two background threads:
 
-- The heartbeat thread writes this rank's heartbeat, which includes its place in the training, into
+- The heartbeat thread writes this rank's heartbeat, which includes its progress in the training, into
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
@@ -11,12 +11,13 @@ runs two background threads:
   signals, even while the main thread is blocked. It never uses the store, because a call to TCPStore
   blocks forever if the store's host is frozen.
 
-A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
-the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
+A rank's progress is that of its Python process. If a GPU hangs, all processes wait at the same mark, so
+the error names no hung rank. NCCL's flight records (py) help to find this rank.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from disco_ds.distributed import comm, diagnostics
+from disco_ds.distributed import comm
 
 INTERVAL_S = 2.0
 """Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
@@ -54,10 +55,19 @@ only a few values per rank and interval.
 """
 KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
+DIAGNOSTICS = "diagnostics"
+"""Name of the diagnostics folder inside the run folder."""
+STACKS = "stacks_rank_{}.txt"
+"""Name of the file with the stacks of a rank's Python threads."""
+TRACE = "nccl_trace_rank_"
+"""Prefix of a file name that ends with the rank, as torchfrtrace expects."""
+LIMIT_S = 20.0
+"""Maximum time for writing the diagnostics."""
+STDERR = 2
 
 
-class Place(NamedTuple):
-    """A place in the training, as recorded by Heartbeat.mark."""
+class Progress(NamedTuple):
+    """How far a rank has got, as recorded by Heartbeat.mark."""
 
     number: int
     """Sequence number of the mark (see Heartbeat.mark).
@@ -78,7 +88,7 @@ class Beat(NamedTuple):
 
     serial: int
     """Number of heartbeats that the rank has sent so far, so that no two of its heartbeats are equal."""
-    place: Place
+    progress: Progress
     running: bool
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
@@ -113,8 +123,8 @@ class Heartbeat:
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
         # If an iteration of a thread's loop takes longer than this, the process was frozen.
         self._frozen_s = 3 * self._interval_s
-        self.place = Place(0, 0, "building")
-        """The place that the last call of `mark` recorded."""
+        self.progress = Progress(0, 0, "building")
+        """What the last call of `mark` recorded."""
         self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
@@ -130,7 +140,7 @@ class Heartbeat:
         self._wake = threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
-        """Record the place that training has reached. All ranks make the same calls in the same order.
+        """Record how far training has got. All ranks make the same calls in the same order.
 
         Args:
             step: Number of completed steps.
@@ -138,9 +148,9 @@ class Heartbeat:
             timed: Whether timeout_s limits the time from this mark to the next one.
         """
         self._timed = False  # cleared first, because _marked_at still belongs to the previous mark
-        # The heartbeat thread reads the place before the time, so it never sees a new place with an old time.
+        # The heartbeat thread reads the progress before the time, so it never sees new progress with an old time.
         self._marked_at = time.monotonic()
-        self.place = Place(self.place.number + 1, step, doing)
+        self.progress = Progress(self.progress.number + 1, step, doing)
         self._timed = timed
 
     def stop_agreed(self) -> None:
@@ -191,6 +201,8 @@ class Heartbeat:
         """Stop both threads. After a communication error, first wait until the rank that caused it is found."""
         if not self._active:
             return
+        if isinstance(error, comm.AgreedError):  # this rank leaves together with all others
+            error = None
         if isinstance(error, KeyboardInterrupt):
             time.sleep(self._interval_s)  # meanwhile, _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
@@ -200,8 +212,8 @@ class Heartbeat:
             time.sleep(self._patience_s + 3 * self._interval_s)
         reason = ""
         if error is not None:
-            place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
-            reason = f"{place} failed: {type(error).__name__}: {error}"
+            name = f"rank {self._rank} on {socket.gethostname()} (last {self.progress})"
+            reason = f"{name} failed: {type(error).__name__}: {error}"
         # Assigned only when it is complete, because the heartbeat thread may read it at any time.
         self._exit_reason = reason
         self._wake.set()
@@ -212,7 +224,7 @@ class Heartbeat:
         self._stop = True
         self._signal_sender.send(b"!")
         clock_thread.join(2 * self._interval_s)
-        diagnostics.cancel_end()
+        cancel_end()
         if self._handles_signals:
             signal.set_wakeup_fd(self._previous_wakeup)
         self._signals.close()
@@ -265,8 +277,8 @@ class Heartbeat:
         *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
-            serial, place, running = json.loads(text)
-            beat = Beat(serial, Place(*place), running)
+            serial, progress, running = json.loads(text)
+            beat = Beat(serial, Progress(*progress), running)
             if beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_heard[rank] = now
@@ -278,7 +290,7 @@ class Heartbeat:
         while not self._stop:
             # This timer restarts in every iteration, so it expires only if a call into the device driver
             # blocks all Python threads.
-            diagnostics.end_process_after(self.timeout_s)
+            end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s / 2):
                 received = self._signals.recv(64)
                 self._hurry |= not self._stop_agreed
@@ -307,7 +319,7 @@ class Heartbeat:
             silent_s = now - self._last_heard[rank]
             if self._beats[rank].running and silent_s > self._patience_s:
                 return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
-        place = self.place  # read before the time, see `mark`
+        progress = self.progress  # read before the time, see `mark`
         waited_s = now - self._marked_at
         pause_s = 0.1 * self.timeout_s
         if waited_s > 9 * pause_s and now - self._compared_at > pause_s:
@@ -316,7 +328,7 @@ class Heartbeat:
             behind = [
                 self._name(rank)
                 for rank, beat in sorted(self._beats.items())
-                if beat.running and beat.place.number < place.number
+                if beat.running and beat.progress.number < progress.number
             ]
             if behind:
                 return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
@@ -344,7 +356,7 @@ class Heartbeat:
             file=sys.stderr,
             flush=True,
         )
-        diagnostics.write_diagnostics(self.folder, self._rank)
+        write_diagnostics(self.folder, self._rank)
         if publish:
             self._keep_store_alive()
         os._exit(1)
@@ -377,11 +389,11 @@ class Heartbeat:
 
     def _send_beat(self) -> None:
         self._serial += 1
-        beat = Beat(self._serial, self.place, self._exit_reason is None)
+        beat = Beat(self._serial, self.progress, self._exit_reason is None)
         self._store.set(f"{KEY}/{self._rank}", json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        last = f" (last {self._beats[rank].place})" if rank in self._beats else ""
+        last = f" (last {self._beats[rank].progress})" if rank in self._beats else ""
         return f"rank {rank} on {self._hosts[rank]}{last}"
 
     def _restart_clocks(self) -> None:
@@ -389,3 +401,58 @@ class Heartbeat:
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
         self._marked_at = now
+
+
+# Diagnostics that a rank writes before its process is ended
+
+# torch's flight recorder keeps the last NCCL collectives of every group. torch's tool `torchfrtrace` compares the
+# records of all ranks and names the first collective in which they differ. Nothing here may keep the process from
+# ending. A timer in C ends it after LIMIT_S, even if a call into CUDA blocks all Python threads.
+
+
+def dump_records_to(folder: Path) -> None:
+    """Make torch write NCCL's flight record to this folder after a timeout, unless the user has set a path.
+
+    torch reads the environment variable only when it first writes a record, so this works even after
+    init_process_group. torch appends the rank to the path.
+    """
+    if comm.uses_nccl():
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((folder / TRACE).absolute()))
+
+
+def write_diagnostics(folder: Path | None, rank: int) -> None:
+    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, a timer ends it after LIMIT_S.
+
+    Args:
+        folder: The folder to write into. None writes only stacks, to stderr.
+        rank: This rank.
+    """
+    end_process_after(LIMIT_S)
+    if folder is None:
+        faulthandler.dump_traceback(file=STDERR)
+        return
+    with suppress(Exception):  # the caller must end the process in any case
+        folder.mkdir(exist_ok=True)
+        with (folder / STACKS.format(rank)).open("w") as file:
+            faulthandler.dump_traceback(file=file)
+        if comm.uses_nccl():
+            # This function exists only in builds of torch with NCCL.
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
+
+            (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())
+
+
+def end_process_after(seconds: float) -> None:
+    """End this process after this time, with exit code 1 and all stacks on stderr. A new call restarts the timer.
+
+    The timer runs in C: torch.cuda.Event.query and the dump of NCCL's flight record hold the GIL,
+    so if one of these calls blocks in the driver, no Python thread can run.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+
+def cancel_end() -> None:
+    """Stop the timer of `end_process_after`."""
+    faulthandler.cancel_dump_traceback_later()

@@ -32,9 +32,9 @@ from pathlib import Path
 from shutil import which
 from typing import IO, Any
 
-from disco_ds.checkpoints.retention import list_complete
+from disco_ds.checkpoints.keep import list_complete
 from disco_ds.config import Config, load_config
-from disco_ds.distributed.watchdog import die_with_parent
+from disco_ds.distributed.launcher import die_with_parent
 from disco_ds.launch.hosts import (
     SSH_OPTIONS,
     check_min_hosts,

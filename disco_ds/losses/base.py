@@ -251,8 +251,7 @@ class Loss(nn.Module):
         A loss that keeps state overrides this.
 
         Args:
-            parts: One state_dict() for each rank that saved the checkpoint. A part is read from disk when it is
-                indexed, so each rank should index only the parts that it needs.
+            parts: One state_dict() for each rank that saved the checkpoint. Tensors are memory-mapped.
 
         Raises:
             ValueError: If the checkpoint has state that this loss does not keep.
@@ -384,7 +383,7 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     The options are the parameters of the constructor. If the constructor takes `**options`, the parameters of the base
     class's constructor are included.
     """
-    found: dict[str, inspect.Parameter] = {}
+    options: dict[str, inspect.Parameter] = {}
     takes_any = False
     # Go from the class to its base classes, as long as each constructor takes `**options`.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
@@ -393,11 +392,11 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
         _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
         for option in parameters:
             if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD):
-                found.setdefault(option.name, option)
+                options.setdefault(option.name, option)
         takes_any = any(option.kind is option.VAR_KEYWORD for option in parameters)
         if not takes_any:
             break
-    return found, takes_any
+    return options, takes_any
 
 
 TIE = 1e-5
@@ -464,23 +463,21 @@ def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[s
         rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
-    found = dict(zip(names, parts.unbind(), strict=False))
-    if "teacher_kl" not in found:
-        return found
+    metrics = dict(zip(names, parts.unbind(), strict=False))
+    if "teacher_kl" not in metrics:
+        return metrics
     with torch.no_grad():
         count = min(len(embeddings.image), max(SAMPLE // comm.size(group), 1))
         student = _gather_logits(embeddings, count, group)
-        probabilities = sum(
-            _gather_logits(teacher, count, group).softmax(1) for teacher in embeddings.teacher
-        )
-        assert isinstance(probabilities, Tensor)
-        agree = student.argmax(1) == probabilities.argmax(1)
-        found["teacher_agreement"] = agree.double().mean()
-    return found
+        teachers = [_gather_logits(each, count, group).softmax(1) for each in embeddings.teacher]
+        agree = student.argmax(1) == torch.stack(teachers).sum(0).argmax(1)
+        metrics["teacher_agreement"] = agree.double().mean()
+    return metrics
 
 
 def _gather_logits(features: Embeddings | Teacher, count: int, group: Any) -> Tensor:
     """Return the logits of the first `count` pairs of every rank, [N count, N count] in fp32. Collective."""
-    image, text = (x[:count].detach().float() for x in (features.image, features.text))
-    sides = comm.gather(image, group), comm.gather(text, group)
-    return features.scale.detach().float() * (sides[0] @ sides[1].T)
+    image, text = (
+        comm.gather(x[:count].detach().float(), group) for x in (features.image, features.text)
+    )
+    return features.scale.detach().float() * (image @ text.T)

@@ -2,8 +2,8 @@
 
 The rows are the features of one side (image or text), and the columns those of the other side. Gathered has all columns
 in one tensor; Ring receives them rank by rank. Both compute a sum for each of this rank's rows and columns, and the
-gradients of rows and columns. The losses differ in how
-they use these results. Only the losses and the cost estimates in plan/ import this file.
+gradients of rows and columns. The losses differ in how they use these results. Only the losses and the cost estimates
+in plan/ import this file.
 """
 
 # b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: first the values
@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from disco_ds.distributed import comm, ring
+from disco_ds.distributed import comm
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.losses.base import (
     Embeddings,
@@ -29,21 +30,19 @@ from disco_ds.losses.base import (
     global_metrics,
     teacher_metrics,
 )
-from disco_ds.losses.kernels import (
+from disco_ds.losses.kernels.similarity import (
     Block,
     Groups,
-    Impl,
-    Precision,
     Sums,
-    TileSize,
-    Tiling,
     Weights,
-    full_dtype,
     softmax_gradient,
     softmax_sums,
 )
+from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, full_dtype
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
+TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
+"""Number of rows and number of columns."""
 SameGroup = Literal["negatives", "ignored", "positives"]
 
 
@@ -53,8 +52,8 @@ class TiledLoss(Loss):
     Args:
         comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
             `precision` selects, so that sending adds no rounding.
-        tile: Largest number of rows and columns of a tile. None: the default of kernels.Tiling.
-        precision: Precision of the operands of matrix multiplications: one of the values that kernels.Tiling describes.
+        tile: Largest number of rows and columns of a tile. None: the default of Tiling (kernels/tiles.py).
+        precision: Precision of the operands of matrix multiplications: one of those that Tiling describes.
         impl: What computes the tiles: "torch", "triton", or "auto", which selects Triton where it runs.
         group: The process group; None: all ranks.
     """
@@ -338,7 +337,7 @@ class Ring(_Columns):
                 largest = top if largest is None else torch.maximum(largest, top)
             return [part.columns, *part.maxima[1:]]
 
-        columns, *columns_max = ring.circulate([self.local], visit, _join_sums, self.group)
+        columns, *columns_max = comm.circulate([self.local], visit, _join_sums, self.group)
         return Sums(total, columns, [] if largest is None else [largest, *columns_max], positives)
 
     def gradient(
@@ -384,7 +383,7 @@ class Ring(_Columns):
             )
             return [] if d_columns is None else [d_columns]
 
-        gradients = ring.circulate(sent, visit, _add_parts, self.group)
+        gradients = comm.circulate(sent, visit, _add_parts, self.group)
         return d_rows, gradients[0] if gradients else None
 
     def block(

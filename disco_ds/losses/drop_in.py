@@ -194,40 +194,26 @@ def check_alike(
         teacher: The teachers' features, objects of base.Teacher.
 
     Raises:
-        ValueError: On every rank, if the inputs of the ranks differ, or if features are not [b, D].
+        ValueError: On every rank, if the inputs of the ranks differ.
     """
     if comm.size(group) == 1:
         return
-    local_shapes = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    teachers = hash(tuple((t.image.shape, t.text.shape) for t in teacher)) % 2**31
-    numbers = torch.tensor([*local_shapes, teachers, group_id is not None], device=image.device)
+    features = [image, text, *(x for each in teacher for x in (each.image, each.text))]
+    form = hash((*(x.shape for x in features), group_id is None)) % 2**31
     learned = [scale, torch.zeros(1) if bias is None else bias]
-    learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
-    values = torch.cat([numbers.double(), *learned])
+    values = torch.cat(
+        [x.detach().double().reshape(1).to(image.device) for x in (torch.tensor(form), *learned)]
+    )
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
-    *most, has_ids, scale_most, bias_most = most
-    *least, all_have_ids, scale_least, bias_least = [-x for x in least]
-    if most[4:] != least[4:]:
+    if most[0] != -least[0]:
         raise ValueError(
-            "the ranks pass different numbers of teachers, or teachers' features of different shapes; pass the "
-            "features of the same teachers on every rank, for that rank's samples"
+            f"features, teachers or group_id differ between ranks: rank {comm.rank(group)} has images "
+            f"{list(image.shape)}, texts {list(text.shape)}, {len(teacher)} teachers and "
+            f"{'no' if group_id is None else 'a'} group_id; pass the same number of rows, teachers of the same widths, "
+            "and group_id on every rank or on none, and drop the last uneven batch (drop_last=True)"
         )
-    if -1 in local_shapes or most != least:
-        lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
-        raise ValueError(
-            f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}, but all ranks need the same [b, D]; over all ranks, [image rows, "
-            f"image width, text rows, text width] ranges from {lower} to {upper}; drop the last uneven batch "
-            "(drop_last=True)"
-        )
-    if has_ids != all_have_ids:
-        raise ValueError(
-            "some ranks pass group_id and others do not; pass it on every rank or on none"
-        )
-    for name, smallest, largest in (
-        ("scale", scale_least, scale_most),
-        ("bias", bias_least, bias_most),
-    ):
+    for name, largest, negative in zip(("scale", "bias"), most[1:], least[1:], strict=True):
+        smallest = -negative
         # Different GPUs may round exp(log_scale) differently.
         if largest - smallest > 1e-5 * max(abs(smallest), abs(largest)):
             raise ValueError(

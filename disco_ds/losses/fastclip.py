@@ -1,9 +1,8 @@
 """FastCLIP and related losses, which keep an estimate of each sample's softmax denominator between batches.
 
-The six losses are presets of one loss. They differ in objective, temperature and the schedule of
-gamma, the weight of the current batch in the estimate. The tiles are
-computed as in `disco_fused`, but the loss and its gradient are computed from the row and column sums by other
-formulas. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
+The six losses are presets of one loss. They differ in objective, temperature and the schedule of gamma, the weight of
+the current batch in the estimate. The tiles are computed as in `disco_fused`, but the loss and its gradient are
+computed from the row and column sums by other formulas. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
@@ -32,7 +31,7 @@ from disco_ds.losses.blocks import (
     overflow_shift,
     pair_cosines,
 )
-from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.kernels.tiles import full_dtype
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]

@@ -41,7 +41,8 @@ from disco_ds.losses.blocks import (
     multiply_gradients,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Groups, full_dtype
+from disco_ds.losses.kernels.similarity import Groups
+from disco_ds.losses.kernels.tiles import full_dtype
 
 
 class WholeRowsLoss(Loss):

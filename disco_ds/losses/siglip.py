@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.distributed import ring
+from disco_ds.distributed import comm
 from disco_ds.losses.base import (
     Embeddings,
     LossOutput,
@@ -31,7 +31,8 @@ from disco_ds.losses.blocks import (
     pair_cosines,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Groups, SigmoidTarget, full_dtype, sigmoid_block
+from disco_ds.losses.kernels.similarity import Groups, SigmoidTarget, sigmoid_block
+from disco_ds.losses.kernels.tiles import full_dtype
 
 
 @register_loss("siglip")
@@ -131,7 +132,7 @@ class _SigLIP(torch.autograd.Function):
                 local[-1].add_(received[-1])
 
         sides = [sent, *(target.blocks.local for target in soft_targets)]
-        home = ring.circulate(sides, visit, join, loss.group)
+        home = comm.circulate(sides, visit, join, loss.group)
         d_columns = home[-1] if needs_columns else None
         parts: Tensor | None = None
         if target_gradient is not None:

@@ -82,7 +82,7 @@ class AnomalyDetector:
     The state is equal on all ranks. Only rank 0 logs warnings.
 
     Args:
-        note: Writes values of a step; see MetricsLogger.note.
+        write_values: Writes values of a step; see MetricsLogger.write_values.
         skip: Whether batches that cause a spike are skipped.
         max_scale: Bound of the logit scale; None if the scale is not learned.
         warmup_steps: Records up to this step, or up to step WINDOW if that is later, are not checked for collapse.
@@ -91,13 +91,13 @@ class AnomalyDetector:
 
     def __init__(
         self,
-        note: Callable[[int, dict[str, float]], None],
+        write_values: Callable[[int, dict[str, float]], None],
         skip: bool,
         max_scale: float | None,
         warmup_steps: int,
         state: Mapping[str, Any] | None = None,
     ):
-        self.note = note
+        self.write_values = write_values
         self.skip = skip
         self.max_scale = max_scale
         self.warmup_steps = warmup_steps
@@ -189,7 +189,7 @@ class AnomalyDetector:
         if anomaly in self.known and not repeat:
             return
         self.known.add(anomaly)
-        self.note(step, {f"anomaly/{anomaly}": value})
+        self.write_values(step, {f"anomaly/{anomaly}": value})
         if comm.rank() == 0:
             logger.warning("step %d: %s", step, message)
 

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 from disco_ds.config import Schedule
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
-from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, compute_metrics
-from disco_ds.metrics.timers import Phases
+from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, Phases, compute_metrics
 from disco_ds.runs.run_log import say
 
 METRICS_FILE = "metrics.jsonl"
@@ -101,10 +100,10 @@ class MetricsLogger:
 
         Returns:
             The record, on every rank: step, samples and epoch, the metrics of step_metrics.py, and the
-            measurements of timers.py.
+            measurements of step_metrics.py.
         """
         clock = time.monotonic()
-        self.phases.note_peak()
+        self.phases.update_peak()
         samples = self.schedule.samples(now.step)
         since = Interval(
             samples=samples - self.last_samples,
@@ -132,7 +131,7 @@ class MetricsLogger:
                 say(self._describe_passes(samples, dropped))
         return record
 
-    def note(self, step: int, values: dict[str, float]) -> None:
+    def write_values(self, step: int, values: dict[str, float]) -> None:
         """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
             if step == self.schedule.first_step:

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ import numpy
 from numpy.typing import NDArray
 
 from disco_ds.metrics.logger import METRICS_FILE, read_records
-from disco_ds.metrics.step_metrics import METRICS
 from disco_ds.runs.run_folder import FINISHED
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
+PANELS = {
+    "loss": ("loss", "eval/*_loss_at_*"),
+    "accuracy in the batch": ("i2t_accuracy", "t2i_accuracy"),
+    "accuracy (top-1; dashed: chance)": ("eval/*_top1",),
+    "R@1": ("eval/*_r1",),
+    "logit scale": ("scale",),
+    "learning rate": ("lr",),
+    "gradient norm": ("grad_norm",),
+    "samples / s": ("samples_per_s",),
+}
+"""Label of a panel -> patterns of the names of its curves. Panels without curves are left out."""
 NUM_MEANS = 40
 """Number of equal parts into which a long curve is divided. A thick line connects the means of the parts, on top of the
 thin curve. A curve is long if each part has at least two points."""
@@ -119,25 +130,22 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def draw_report(curves: Curves, examples: dict[str, Any]) -> Figure:
-    """Draw a panel for each metric of METRICS that has a curve label, a panel for the accuracies, and the examples."""
+    """Draw the panels of PANELS that have curves, and the examples."""
     from matplotlib.figure import Figure
 
-    panels = [metric for metric in METRICS if metric.curve]
-    panel_rows = math.ceil((len(panels) + 1) / 3)
+    panels = {label: list_curves(curves, patterns) for label, patterns in PANELS.items()}
+    panels = {label: names for label, names in panels.items() if names}
+    panel_rows = math.ceil(len(panels) / 3) or 1
     image_rows = math.ceil(len(examples["label"]) / 6) if examples else 0
     heights = [3.5] * panel_rows + [1.7] * image_rows
     figure = Figure((14, sum(heights)), dpi=110, layout="constrained")
     grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
-
-    def add_panel(number: int) -> Axes:
+    for number, (label, names) in enumerate(panels.items()):
         row, column = divmod(number, 3)
-        return figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
-
-    for number, metric in enumerate(panels):
-        axes = add_panel(number)
-        draw_curve(axes, curves, metric.name)
-        finish_axes(axes, metric.curve)
-    draw_accuracy(add_panel(len(panels)), curves)
+        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+        for name in names:
+            draw_curve(axes, curves, name)
+        finish_axes(axes, label, len(names))
     if examples:
         columns = examples["image"], examples["label"], examples["best"]
         for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
@@ -145,50 +153,43 @@ def draw_report(curves: Curves, examples: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_accuracy(axes: Axes, curves: Curves) -> None:
-    """Draw the in-batch accuracies and each set's zero-shot accuracy. A dashed line marks each set's chance level."""
-    from matplotlib.ticker import PercentFormatter
-
-    draw_curve(axes, curves, "i2t_accuracy", "in the batch, image to text")
-    draw_curve(axes, curves, "t2i_accuracy", "in the batch, text to image")
-    for name in [name for name in curves if name.endswith("_top1")]:
-        samples, values = zip(*curves[name], strict=True)
-        set_name = name.removeprefix("eval/").removesuffix("_top1")
-        label = f"{set_name}, zero-shot top-1: {values[-1]:.1%}"
-        (line,) = axes.plot(samples, values, marker="o", label=label)
-        for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
-            label = f"{set_name}, chance: {chance:.2%}"
-            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1, label=label)
-    finish_axes(axes, "accuracy")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+def list_curves(curves: Curves, patterns: Sequence[str]) -> list[str]:
+    """Return the names of the curves that match one of the patterns, in the order of the patterns."""
+    return [name for pattern in patterns for name in curves if fnmatchcase(name, pattern)]
 
 
-def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
-    """Draw the curve `name`. If it has many points, draw it thin, with a thick line through the means of its parts."""
-    points = numpy.array(curves.get(name, []), dtype=numpy.float64).reshape(-1, 2)
+def draw_curve(axes: Axes, curves: Curves, name: str) -> None:
+    """Draw a curve. If it has many points, draw it thin, with a thick line through the means of its parts.
+
+    A dashed line marks the chance level of an evaluation set.
+    """
+    points = numpy.array(curves[name], dtype=numpy.float64)
     points = points[numpy.isfinite(points).all(axis=-1)]
     if not len(points):
         return
+    label = name.removeprefix("eval/")
     if len(points) < 2 * NUM_MEANS:
-        axes.plot(*points.T, marker=".", label=label)
-        return
-    (line,) = axes.plot(*points.T, linewidth=0.6, alpha=0.35)
-    means = [part.mean(axis=0) for part in numpy.array_split(points, NUM_MEANS)]
-    axes.plot(*zip(*means, strict=True), color=line.get_color(), linewidth=1.8, label=label)
+        (line,) = axes.plot(*points.T, marker=".", label=label)
+    else:
+        (line,) = axes.plot(*points.T, linewidth=0.6, alpha=0.35)
+        means = [part.mean(axis=0) for part in numpy.array_split(points, NUM_MEANS)]
+        axes.plot(*zip(*means, strict=True), color=line.get_color(), linewidth=1.8, label=label)
+    for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
+        if name.endswith("_top1"):
+            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1)
 
 
-def finish_axes(axes: Axes, label: str) -> None:
-    """Set the axis labels, and the legend if curves have labels."""
-    from matplotlib.ticker import EngFormatter
+def finish_axes(axes: Axes, label: str, num_curves: int) -> None:
+    """Set the axis labels, and a legend above the axes if there are several curves."""
+    from matplotlib.ticker import EngFormatter, PercentFormatter
 
     axes.set(xlabel="samples seen", ylabel=label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if not axes.lines:
-        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center")
-    elif axes.get_legend_handles_labels()[0]:
-        # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
-        axes.legend(loc="upper left")
+    if label.startswith(("accuracy", "R@1")):
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    if num_curves > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
 
 
 def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:

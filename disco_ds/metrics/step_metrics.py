@@ -1,16 +1,25 @@
-"""The table of logged metrics: name, source, reduction over ranks, and display.
+"""The table of logged metrics (name, source, reduction over ranks, display), and time and memory of a step's phases.
 
-docs/logging.md shows how to add a metric. The times and memory of a step's phases come from timers.py
-instead.
+docs/logging.md shows how to add a metric. The phases are measured on logged steps only. Their measurements are the
+columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a CPU, the times come from the
+clock. On a GPU, they come from CUDA events, which are read when the step is logged, because logging waits for the GPU
+anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any, Literal
 
+import psutil
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from disco_ds.distributed import comm
 
@@ -68,12 +77,10 @@ class Metric:
     """Key of the metric in metrics.jsonl; its tag in TensorBoard is train/NAME."""
     value: Callable[[LogPoint, Interval], Any] | None = None
     """Computes the metric on this rank; None if the metric is an entry of LogPoint.metrics."""
-    over_ranks: Literal["same", "sum", "max"] = "same"
-    """Reduction over ranks: "sum", "max", or "same" for a value that is equal on all ranks."""
+    over_ranks: Literal["same", "sum", "max", "mean"] = "same"
+    """Reduction over ranks; "same" for a value that is equal on all ranks."""
     show: Callable[[Any], str] | None = None
     """Formats the metric for the progress line, possibly as an empty string; None if it is not shown."""
-    curve: str = ""
-    """Label of the metric's panel in report.png; empty: no panel. The accuracies share a panel."""
 
 
 def _mfu(now: LogPoint, since: Interval) -> float | None:
@@ -83,31 +90,24 @@ def _mfu(now: LogPoint, since: Interval) -> float | None:
 
 
 METRICS = (
-    Metric("loss", show="loss {:.4f}".format, curve="loss"),
+    Metric("loss", show="loss {:.4f}".format),
     Metric("i2t_accuracy", show="i2t {:.1%}".format),
     Metric("t2i_accuracy", show="t2i {:.1%}".format),
-    Metric(
-        "scale",
-        lambda now, since: now.scale.item(),
-        show="scale {:.2f}".format,
-        curve="logit scale",
-    ),
+    Metric("scale", lambda now, since: now.scale.item(), show="scale {:.2f}".format),
     Metric("bias", lambda now, since: None if now.bias is None else now.bias.item()),
-    Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format, curve="learning rate"),
+    Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format),
     Metric(
         "grad_norm",
         lambda now, since: None if now.grad_norm is None else now.grad_norm.item(),
         show=lambda value: "norm skipped" if value is None else f"norm {value:.3f}",
-        curve="gradient norm",
     ),
     Metric(
         "samples_per_s",
         lambda now, since: since.samples / since.seconds,
         show="{:,.0f} samples/s".format,
-        curve="samples / s",
     ),
-    Metric("mfu", _mfu),
-    Metric("text_tokens", lambda now, since: now.text_tokens),
+    Metric("mfu", _mfu, "mean"),
+    Metric("text_tokens", lambda now, since: now.text_tokens, "mean"),
     Metric(
         "data_wait",
         lambda now, since: since.wait_s / since.seconds,
@@ -147,9 +147,9 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
     values = {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
     ids = int(digest(now.index.cpu()))
     ranks = comm.gather_objects({"ids": ids, **values})
-    reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max}
+    reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "mean": fmean}
     for metric in METRICS:
-        if metric.over_ranks != "same":
+        if metric.over_ranks != "same" and values[metric.name] is not None:
             values[metric.name] = reduce[metric.over_ranks](rank[metric.name] for rank in ranks)
     total = sum(rank["ids"] for rank in ranks)
     return {"ids": f"{total % 2**64:016x}", **losses, **values}
@@ -166,3 +166,99 @@ def digest(index: Tensor) -> Tensor:
         mixed = (mixed ^ ((mixed >> 29) & (2**35 - 1))) * 0x3F58476D1CE4E5B9
         mixed = mixed ^ ((mixed >> 32) & (2**32 - 1))
     return mixed.sum()
+
+
+PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
+"""Name of a phase in training/step.py -> name in log records.
+
+`loss` includes the loss's collectives. `update` includes the forward passes that GradAccum repeats.
+"""
+Timer = Callable[[str], AbstractContextManager[Any]]
+
+
+class Phases:
+    """Measures time and memory of a step's phases on one rank, in the steps for which this is requested."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        """Highest memory use of the accelerator so far, or of this process if there is no accelerator."""
+        self._spans: list[tuple[str, Any, Any, int]] = []
+
+    def timer(self, sampled: bool) -> Timer:
+        """Return the context manager that wraps each phase of the next step. It measures time only if `sampled`."""
+        self._spans.clear()
+        return self._measure if sampled else record_function
+
+    def update_peak(self) -> int:
+        """Return the current peak memory in bytes, and update peak_bytes.
+
+        On a GPU, the current peak counts from the start of the last measured phase. On a CPU, it counts from the start
+        of the process.
+        """
+        if _on_cpu():
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        else:
+            peak = get_accelerator().max_memory_allocated()
+        self.peak_bytes = max(self.peak_bytes, peak)
+        return peak
+
+    @contextmanager
+    def _measure(self, name: str) -> Iterator[None]:
+        self.update_peak()
+        if not _on_cpu():
+            get_accelerator().reset_peak_memory_stats()
+        start = _now()
+        with record_function(name):
+            yield
+        self._spans.append((PHASES[name], start, _now(), self.update_peak()))
+
+    def read(self, wait_s: float) -> dict[str, float]:
+        """Return the measurements of this step; an empty dict if the step was not sampled. Collective.
+
+        Args:
+            wait_s: Seconds that this rank waited for the step's data. time/forward_s includes them.
+
+        Returns:
+            time/...: Seconds, mean over ranks, so that the phases add up to the step.
+            memory/...: Bytes, maximum over ranks.
+            ranks/slowest: The rank with the longest forward phase. The other ranks wait for this rank.
+            ranks/slowest_s: Seconds of the forward phase on that rank.
+            ranks/median_s: Seconds of the forward phase, median over ranks.
+        """
+        if not self._spans:
+            return {}
+        mine = {"time/data_wait_s": wait_s}
+        for name, start, end, peak in self._spans:
+            if _on_cpu():
+                mine[f"time/{name}_s"] = end - start
+            else:
+                mine[f"time/{name}_s"] = start.elapsed_time(end) / 1000
+                mine[f"memory/{name}_bytes"] = peak
+        mine["memory/host_bytes"] = psutil.Process().memory_info().rss
+        if not _on_cpu():
+            mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
+        ranks = comm.gather_objects(mine)
+        values = {}
+        for name in mine:
+            reduce = fmean if name.startswith("time/") else max
+            values[name] = reduce([rank[name] for rank in ranks])
+        # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so the
+        # other ranks wait in it too, and the slowest rank stands out less.
+        arrivals = [rank["time/forward_s"] for rank in ranks]
+        values["ranks/slowest_s"] = max(arrivals)
+        values["ranks/slowest"] = arrivals.index(max(arrivals))
+        values["ranks/median_s"] = median(arrivals)
+        return values
+
+
+def _on_cpu() -> bool:
+    return get_accelerator().device_name() == "cpu"
+
+
+def _now() -> Any:
+    """Return the time. On a CPU, it is a number of seconds. On a GPU, it is an event recorded in the current stream."""
+    if _on_cpu():
+        return time.perf_counter()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event

@@ -31,15 +31,8 @@ from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
-from disco_ds.models.fast import (
-    CutText,
-    PackedText,
-    compile_towers,
-    encode_packed,
-    packs,
-    replace_parts,
-    runs_packed,
-)
+from disco_ds.models.fast.replace import compile_towers, replace_parts
+from disco_ds.models.fast.texts import CutText, PackedText, encode_packed, packs, runs_packed
 from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
@@ -314,8 +307,8 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
     """Compute (pixels - mean) / std in one pass, in the precision of the tower's first layer."""
     device = image.device
     largest = 255.0 if image.dtype == torch.uint8 else 1.0
-    look = read_preprocessing(model)
-    factor, offset = pixel_affine(look.mean, look.std, largest, device)
+    preprocessing = read_preprocessing(model)
+    factor, offset = pixel_affine(preprocessing.mean, preprocessing.std, largest, device)
     dtype = model.logit_scale.dtype
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -506,9 +499,7 @@ def register_architecture(name: str, architecture: dict[str, Any]) -> str:
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     try:
-        if settings.lock_image and settings.factory:
-            model.lock_image_tower()
-        elif settings.lock_image:
+        if settings.lock_image:
             # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole.
             if settings.unlocked_layers:
                 model.lock_image_tower(unlocked_groups=settings.unlocked_layers)
@@ -516,15 +507,11 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
                 model.visual.requires_grad_(False)
             model.visual = freeze_statistics(model.visual)
         if settings.lock_text or settings.two_views:
-            if settings.factory:
-                model.lock_text_tower()
-            elif settings.unlocked_layers:
+            if settings.unlocked_layers or not hasattr(model, "text"):
                 model.lock_text_tower(settings.unlocked_layers)
             else:
                 # open_clip would leave the projection of a Hugging Face tower trained.
-                for name, parameter in model.named_parameters():
-                    if not name.startswith("visual.") and name not in SCALES:
-                        parameter.requires_grad_(False)
+                model.text.requires_grad_(False)
     # These errors are raised if open_clip or timm cannot divide a tower into layers.
     except (AssertionError, AttributeError, KeyError) as error:
         raise ValueError(

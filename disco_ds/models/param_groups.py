@@ -146,16 +146,16 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
     if side == "image" and hasattr(tower, "trunk"):
         tower, prefix = tower.trunk, "visual.trunk."
         matcher = tower.group_matcher() if hasattr(tower, "group_matcher") else {}
-    found = {
+    layers = {
         prefix + name: layer
         for name, layer in group_parameters(tower, matcher, reverse=True).items()
     }
-    last = max(found.values())
+    last = max(layers.values())
     if last < 2:
         raise ValueError(
             f"optim.{side}.layer_decay: the layers of this model's {side} tower are unknown; "
             "omit the setting"
         )
-    # Parameters after a trunk are not in `found`. They get the number of the last layer.
-    own = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
-    return {name: found.get(name, last) for name in own if name not in SCALES}
+    # Parameters after a trunk are not in `layers`. They get the number of the last layer.
+    names = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
+    return {name: layers.get(name, last) for name in names if name not in SCALES}

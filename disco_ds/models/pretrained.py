@@ -91,8 +91,8 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
         return None
     if path.is_file() or open_clip.get_pretrained_cfg(name, str(path)):
         return str(path)
-    if path.is_dir() and (found := _find_checkpoint_in_dir(path)):
-        return found
+    if path.is_dir() and (weights := _find_checkpoint_in_dir(path)):
+        return weights
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(
@@ -125,7 +125,10 @@ def download_weights(name: str, settings: ModelSettings) -> None:
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return the preprocess_cfg of the weights, without the image size and with the values that the settings give."""
+    """Return the preprocessing of the weights, overridden by the recipe.
+
+    The image size is left out, because the model decides it.
+    """
     cfg, _ = find_preprocessing(name, settings)
     overrides = {
         "mean": settings.image_mean,
@@ -148,8 +151,8 @@ def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, An
     keys = ["mean", "std", "interpolation", "resize_mode"]
     if str(settings.pretrained_image) == TIMM:
         tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
-        if found := timm.get_pretrained_cfg(tower, allow_unregistered=True):
-            return {key: getattr(found, key) for key in keys[:3]}, None
+        if tag := timm.get_pretrained_cfg(tower, allow_unregistered=True):
+            return {key: getattr(tag, key) for key in keys[:3]}, None
     cfg = open_clip.get_pretrained_cfg(name, str(path))
     if path is None or cfg:
         return cfg, None
@@ -157,14 +160,14 @@ def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, An
         return read_folder(config.parent).get("preprocess_cfg", {}), None
     tags = open_clip.list_pretrained_tags_by_model(name)
     cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
-    looks = {tuple(cfg[key] for key in keys) for cfg in cfgs}
-    if len(looks) == 1:
-        (look,) = looks
-        return dict(zip(keys, look, strict=True)), (
+    choices = {tuple(cfg[key] for key in keys) for cfg in cfgs}
+    if len(choices) == 1:
+        (choice,) = choices
+        return dict(zip(keys, choice, strict=True)), (
             f"model.pretrained: {path} has no preprocessing settings, so those of open_clip's tags of {name} are used: "
-            f"mean {look[0]}, std {look[1]}, {look[2]}, {look[3]}"
+            f"mean {choice[0]}, std {choice[1]}, {choice[2]}, {choice[3]}"
         )
-    problem = "have different ones" if looks else "do not exist"
+    problem = "have different ones" if choices else "do not exist"
     return {}, (
         f"model.pretrained: {path} has no preprocessing settings, and open_clip's tags of {name} {problem}, so "
         "OpenAI's mean and std are used; set model.image_mean, image_std, interpolation and resize_mode to those that "
@@ -214,13 +217,13 @@ def load_weights(model: Any, path: Path, name: str) -> None:
     Raises:
         ValueError: If the file cannot be read or its tensors do not fit the model.
     """
-    found: dict[str, Tensor] = {}
+    contents: dict[str, Tensor] = {}
     try:
         if path.suffix in (".npz", ".npy"):  # big_vision's format
             load_checkpoint(model, str(path))
             return
-        found = read_tensors(path)
-        tensors = convert_state_dict(model, found)
+        contents = read_tensors(path)
+        tensors = convert_state_dict(model, contents)
         if not hasattr(model, "positional_embedding"):
             tensors = convert_to_custom_text_state_dict(tensors)
         tensors = {key: x.reshape(1) if key in SCALES else x for key, x in tensors.items()}
@@ -234,7 +237,7 @@ def load_weights(model: Any, path: Path, name: str) -> None:
         _fit_text_positions(tensors, model)
         model.load_state_dict(tensors)
     except Exception as error:  # an unknown file may fail anywhere in torch or open_clip
-        names = f"; its first tensors: {', '.join(list(found)[:5])}" if found else ""
+        names = f"; its first tensors: {', '.join(list(contents)[:5])}" if contents else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ValueError(
             f"model.pretrained: {path} does not fit model {name}{names}. {reason}"

@@ -93,14 +93,6 @@ class TwoTowers(nn.Module):
         """Turn tokens [b, L] into features [b, D]."""
         return self.text(text)
 
-    def lock_image_tower(self) -> None:
-        """Freeze the image tower and the statistics of its BatchNorm2d layers."""
-        self.visual = freeze_statistics(self.visual.requires_grad_(False))
-
-    def lock_text_tower(self) -> None:
-        """Freeze the text tower."""
-        self.text.requires_grad_(False)
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in backward, if both towers come from timm, transformers or open_clip.
 

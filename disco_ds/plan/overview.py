@@ -1,19 +1,45 @@
-"""The plan of a run: memory and time of a step."""
+"""The plan of a run: memory and time of a step, and the search for the fastest settings or the largest batch."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Literal
 
-from disco_ds.config import Config
+from disco_ds.config import Config, check_config
+from disco_ds.config.ds_config import merge
+from disco_ds.config.recipe_yaml import dump
 from disco_ds.data import Source, count_epoch, load_sources
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import Batch, fit, with_stage
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.text_tokens import read_text_tokens
-from disco_ds.plan.towers import Towers, trace
+from disco_ds.plan.towers import Towers, read_text_tokens, trace
+
+Batch = Literal["same", "largest"]
+MICRO_BATCHES = (64, 256, 1024, 4096)
+"""Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
+
+If the global batch is kept, the search instead tries all sizes from the first to the last that divide a rank's samples
+per step. Only the smallest and the largest size are traced. For sizes between them, the towers' memory is interpolated
+linearly. The interpolated memory is never too low: at each moment of a step, memory is linear in the size, so the peak
+is a maximum of linear functions. Such a maximum is convex, so it never exceeds the interpolation.
+"""
+MAX_GLOBAL_BATCH = 2**26
+"""Largest global batch that the search considers."""
+ENOUGH = 0.9
+"""When `fit` looks for the largest global batch, it accepts batches down to this fraction of the largest one that fits.
+Of all accepted settings, it takes the fastest: those with the least time per sample or, if the GPU's rates are unknown,
+the fewest FLOPs per sample."""
+TIE = 1.05
+"""`fit` accepts settings that are slower than the fastest by at most this factor, which is the error of planned times.
+
+Of all accepted settings, it takes those with the fewest changes to the recipe.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,7 +47,7 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe, including the settings that the search of plan_run has found."""
+    """The recipe, including the settings that the search of plan_run has chosen."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
@@ -87,12 +113,13 @@ def plan_run(
     if sources and assumed.num_samples is None:
         epoch_samples = count_epoch(config.data, sources)
         assumed = replace(assumed, num_samples=sum(source.num_samples for source in sources))
+    epoch_samples = epoch_samples or known_samples(config, assumed.num_samples)
     assumed = read_text_tokens(config, assumed, sources)
     if search:
-        config, towers = fit(config, ranks, chosen, host_gib, assumed, search)
+        config, towers = fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
     else:
         towers = trace(config, config.micro_batch, assumed=assumed)
-    if epoch_samples := epoch_samples or known_samples(config, assumed.num_samples):
+    if epoch_samples:
         config = config.with_samples(epoch_samples)
     memory = plan_memory(config, ranks, towers, assumed)
     speed = plan_speed(config, ranks, towers, chosen, assumed)
@@ -125,3 +152,174 @@ def find_sources(config: Config) -> list[Source]:
     with suppress(ValueError, OSError):
         return load_sources(config.data)
     return []
+
+
+def fit(
+    config: Config,
+    ranks: int,
+    gpu: Gpu,
+    host_gib: float | None,
+    assumed: Assumptions,
+    batch: Batch = "same",
+    epoch_samples: int = 0,
+) -> tuple[Config, Towers]:
+    """Find the fastest settings that fit.
+
+    The search varies the micro-batch size, activation checkpointing, image_staging (if host_gib is given) and, if the
+    global batch is kept, the ZeRO stage.
+
+    Args:
+        config: The recipe.
+        ranks: Number of GPUs.
+        gpu: The kind of GPU.
+        host_gib: Memory of each host in GiB, which limits the images and everything else that the plan places on a
+            host. None: the images stay on the GPU, and host memory is not limited.
+        assumed: Assumptions of the plan.
+        batch: "same": keep the recipe's global batch. "largest": find the largest one that fits, or a batch of at least
+            ENOUGH times this size if it is faster. The batch is not larger than the whole run.
+        epoch_samples: Number of samples of an epoch; 0 if it is unknown.
+
+    Returns:
+        The recipe with the fastest settings, and what its towers need for a micro-batch.
+
+    Raises:
+        ValueError: If nothing fits; the message states the least GPU memory that is needed.
+    """
+    b = config.global_batch // ranks
+    low, high = MICRO_BATCHES[0], MICRO_BATCHES[-1]
+    most = MAX_GLOBAL_BATCH
+    if batch == "same":
+        sizes = [m for m in range(min(low, b), min(high, b) + 1) if b % m == 0]
+        sizes = sizes or [config.micro_batch]
+    else:
+        if epoch_samples or config.epochs is None:
+            any_batch = config.model_copy(update={"global_batch": 1})
+            most = min(most, any_batch.with_samples(epoch_samples).samples or most)
+        sizes = [m for m in MICRO_BATCHES if ranks * m <= most] or [max(most // ranks, 1)]
+    given = config.zero_stage
+    offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
+    # lamb, muon and offload may need other settings at another stage. With them, only the recipe's stage is tried.
+    is_free = given and config.optim.name not in ("lamb", "muon") and not offloads
+    stages = (1, 2, 3) if is_free and batch == "same" else (given,)
+    stagings = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
+
+    def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
+        """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
+        update = {
+            "global_batch": ranks * K * m,
+            "micro_batch": m,
+            "image_staging": pixels,
+            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
+            "ranks": ranks,
+        }
+        return with_stage(config.model_copy(update=update), level)
+
+    def fits(tried: Config, towers: Towers) -> bool:
+        memory = plan_memory(tried, ranks, towers, assumed)
+        host_bytes = min(ranks, assumed.per_host) * sum(memory.host.values())
+        return memory.total <= gpu.gib * GIB and (host_gib is None or host_bytes <= host_gib * GIB)
+
+    candidates = []
+    fitting: set[tuple[int, bool, str]] = set()
+    for checkpointing in (False, True):
+        few, many = (
+            trace(change(1, m, checkpointing, "device", given), m, assumed=assumed)
+            for m in (sizes[0], sizes[-1])
+        )
+        for m, pixels, level in product(sizes, stagings, stages):
+            towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
+            variant = m, checkpointing, pixels, level
+            # A higher stage only saves memory: its additional collectives have latencies, which are not planned.
+            if level != given and variant[:-1] in fitting:
+                continue
+            counts = [b // m] if batch == "same" else range(1, most // (ranks * m) + 1)
+            # The index of the first K that does not fit is also the number of K that fit.
+            num = bisect_left(counts, True, key=lambda K: not fits(change(K, *variant), towers))
+            if num:
+                fitting.add(variant[:-1])
+                K = counts[num - 1]
+                chosen = change(K, *variant)
+                speed = plan_speed(chosen, ranks, towers, gpu, assumed)
+                # All micro-batches except the last run the forward pass twice.
+                flops = K * towers.flops + (K - 1) * towers.replay_flops
+                candidates.append(((speed.step_s if speed else flops) / (K * m), chosen, towers))
+    if not candidates:
+        # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
+        K = b // sizes[0] if batch == "same" else 1
+        least = change(K, sizes[0], True, stagings[-1], stages[-1])
+        needed = plan_memory(least, ranks, few, assumed).total / GIB
+        raise ValueError(
+            f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
+            f"{needed:.2f} GiB; use a smaller zero_optimization.reduce_bucket_size or more GPUs"
+        )
+    # A slightly smaller batch is accepted if it saves much recomputation.
+    enough = ENOUGH * max(chosen.global_batch for _, chosen, _ in candidates)
+    large = [entry for entry in candidates if entry[1].global_batch >= enough]
+    limit = TIE * min(work for work, _, _ in large)
+    fast = [entry for entry in large if entry[0] <= limit]
+    _, best, towers = min(fast, key=lambda entry: (len(list_changes(config, entry[1])), entry[0]))
+    return _shorten_warmup(best, epoch_samples), towers
+
+
+def with_stage(config: Config, level: int) -> Config:
+    """Return the recipe with ZeRO stage `level`."""
+    if level == config.zero_stage:
+        return config
+    changes = {"zero_optimization": {"stage": level}}
+    return config.model_copy(update={"deepspeed": merge(deepcopy(config.deepspeed), changes)})
+
+
+def list_changes(before: Config, after: Config) -> list[str]:
+    """Return the settings that `fit` has changed, as overrides such as "micro_batch=256"."""
+    old, new = (
+        {
+            "micro_batch": config.micro_batch,
+            "model.activation_checkpointing": config.model.activation_checkpointing,
+            "image_staging": config.image_staging,
+            "deepspeed.zero_optimization.stage": config.zero_stage,
+        }
+        for config in (before, after)
+    )
+    return [f"{name}={str(new[name]).lower()}" for name in new if new[name] != old[name]]
+
+
+def _shorten_warmup(config: Config, epoch_samples: int) -> Config:
+    """Shorten the warmup if the run has too few steps for warmup and cooldown.
+
+    The new warmup takes a tenth of the steps before the cooldown.
+    """
+    optim = config.optim
+    if config.epochs is not None and not epoch_samples:
+        return config
+    num_steps = config.with_samples(epoch_samples).num_steps
+    if optim.warmup_steps + optim.cooldown_steps <= num_steps:
+        return config
+    warmup_steps = (num_steps - optim.cooldown_steps) // 10
+    optim = optim.model_copy(update={"warmup_steps": warmup_steps})
+    return config.model_copy(update={"optim": optim})
+
+
+def write_recipe(config: Config, folder: Path, comment: str) -> Path:
+    """Write a recipe with its ds_config to recipe.yaml.
+
+    Args:
+        config: The recipe.
+        folder: The folder to write to. It is created if it does not exist.
+        comment: Text to put at the top of the file, as comment lines.
+
+    Returns:
+        The path of recipe.yaml.
+
+    Raises:
+        ValueError: If the folder already has a recipe, or if settings contradict each other.
+    """
+    path = folder / "recipe.yaml"
+    if path.exists():
+        raise ValueError(f"--fit {folder}: {path} already exists; name another folder")
+    where = f"the fitted recipe (global_batch {config.global_batch:,})"
+    check_config(config.model_dump(mode="json"), where)
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    text = "".join(f"# {line}\n" for line in comment.splitlines())
+    path.write_text(text + dump(tree), encoding="utf-8")
+    return path

@@ -26,8 +26,8 @@ def say(text: str) -> None:
     _messages.info(text)
 
 
-def note(text: str, level: int = logging.ERROR) -> None:
-    """Log a message that has already been printed, such as an error."""
+def log_only(text: str, level: int = logging.ERROR) -> None:
+    """Log a message that is printed elsewhere, such as an error."""
     _messages.log(level, text)
 
 

@@ -17,12 +17,19 @@ from typing import Any
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
-from disco_ds.checkpoints.checkpoint import RunState, Saved
-from disco_ds.checkpoints.resume import choose, log_changes, restore, set_newer_aside
-from disco_ds.checkpoints.saver import Saver
-from disco_ds.checkpoints.upload import Uploads
+from disco_ds.checkpoints.checkpoint import Checkpoint
+from disco_ds.checkpoints.keep import Mirror
+from disco_ds.checkpoints.resume import (
+    find_changes,
+    find_checkpoint,
+    identity_of,
+    log_changes,
+    refuse_unchangeable,
+    restore,
+    set_newer_aside,
+    shape_of,
+)
+from disco_ds.checkpoints.save import RunState, Saver
 from disco_ds.config import (
     Config,
     Schedule,
@@ -43,16 +50,15 @@ from disco_ds.data import (
 )
 from disco_ds.data.sources.listing import refuse_remote
 from disco_ds.data.stored import find_stored
-from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import HostShare, share_host
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to
+from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
+from disco_ds.distributed.launcher import Interrupts
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.model import read_image_spec, read_input_spec
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels import find_problem as find_kernel_problem
+from disco_ds.losses.kernels.similarity import find_problem as find_kernel_problem
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
 from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
@@ -64,7 +70,8 @@ from disco_ds.models.clip import (
     read_text_size,
     register_config,
 )
-from disco_ds.models.fast import compile_towers, describe_parts, find_counter, is_compiled
+from disco_ds.models.fast.replace import compile_towers, describe_parts, is_compiled
+from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import (
     download_weights,
@@ -127,6 +134,11 @@ class Run:
     overflows: list[float] = field(default_factory=list)
     """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the run ends with the current stage."""
+        return self.schedule.last_step == self.schedule.num_steps
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed steps.
 
@@ -172,7 +184,7 @@ def build(
     stack: ExitStack,
     unattended: bool = False,
     allow_change: Sequence[str] = (),
-    uploads: Uploads | None = None,
+    uploads: Mirror | None = None,
     interrupts: Interrupts | None = None,
 ) -> Run:
     """Build the current stage of a run, which is new or resumes from a checkpoint. Collective.
@@ -214,7 +226,7 @@ def build(
     folder, saved = None, None
     if resume:
         folder = open_folder(recipe, resume, stack)
-        saved = choose(folder, resume, recipe, identify_stage, unattended, allow_change)
+        saved = find_checkpoint(folder, resume, recipe, identify_stage, unattended, allow_change)
         comm.from_rank_0("run folder", partial(refuse_other_name, folder, recipe.name))
     schedule = plan_schedule(recipe, saved)
     config = recipe.at_sample(schedule.first_samples)
@@ -237,10 +249,10 @@ def build(
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
     folder = folder or open_folder(recipe, None, stack)
-    shape = checkpoint.shape(config, comm.size())
+    shape = shape_of(config, comm.size())
     with removed_if_refused(folder, new=saved is None):
-        heartbeat.folder = folder / diagnostics.FOLDER
-        diagnostics.dump_records_to(heartbeat.folder)
+        heartbeat.folder = folder / DIAGNOSTICS
+        dump_records_to(heartbeat.folder)
         ds_config = write_settings(recipe, config, folder)
         wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
@@ -259,7 +271,7 @@ def build(
     if saved and not find_changes(saved.meta["identity"], identity):
         earlier = saved.meta["anomalies"]
     anomalies = AnomalyDetector(
-        metrics.note,
+        metrics.write_values,
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
@@ -327,7 +339,7 @@ def check_settings(config: Config) -> None:
             load_custom(config.optim.factory)
 
 
-def plan_schedule(config: Config, saved: Saved | None) -> Schedule:
+def plan_schedule(config: Config, saved: Checkpoint | None) -> Schedule:
     """Return the schedule of a new run, or of one that resumes from a checkpoint."""
     if saved is None:
         return make_schedule(config)
@@ -342,14 +354,13 @@ def build_loader(
     model: nn.Module,
     tokenizer: Any,
     share: HostShare,
-    saved: Saved | None,
+    saved: Checkpoint | None,
     teacher: RunTeacher | None,
 ) -> Loader:
     """Build this rank's loader. If `saved` is given, it starts at the checkpoint's position in the data. Collective."""
     position = None
     if saved:
-        states = saved.states("data")
-        position = comm.from_rank_0("data", lambda: merge_states(list(states)))
+        position = comm.from_rank_0("data", lambda: merge_states(saved.states("data")))
     device = comm.local_device()
     inputs = read_input_spec(model, tokenizer)
     if isinstance(teacher, StoredTeacher):
@@ -529,7 +540,7 @@ def identify(
 ) -> Callable[[Config], Tree]:
     """Return a function that maps a stage's settings to the values that must stay the same on resume. Collective.
 
-    These values are checkpoint.identity and the entries model.preprocess and teacher. The returned function does not
+    These values are those of identity_of and the entries model.preprocess and teacher. The returned function does not
     communicate.
 
     Raises:
@@ -543,7 +554,7 @@ def identify(
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
         def identify_stage(stage: Config) -> Tree:
-            found = checkpoint.identity(stage, data, read_architecture(stage.model))
+            found = identity_of(stage, data, read_architecture(stage.model))
             found |= {"model.preprocess": preprocess}
             return found | {"teacher": teacher.identity} if teacher else found
 
@@ -555,7 +566,7 @@ def identify(
 
 
 def start_engine(
-    config: Config, model: nn.Module, loss: Loss, ds_config: Tree, saved: Saved | None
+    config: Config, model: nn.Module, loss: Loss, ds_config: Tree, saved: Checkpoint | None
 ) -> Engine:
     """Build the engine. Collective.
 
@@ -571,7 +582,8 @@ def start_engine(
     if config.optim.ema is None:
         drop_average(engine)
     with comm.all_or_none("the loss's state"):
-        loss.load_state_parts(saved.states("loss"))
+        if loss.state_dict():  # without state, do not make every rank read the files of all ranks
+            loss.load_state_parts(saved.states("loss"))
     set_newer_aside(saved)
     rewind_tensorboard(engine.monitor, saved.meta["samples"])
     return engine

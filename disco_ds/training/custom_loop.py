@@ -22,7 +22,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
 from disco_ds.losses.drop_in import check_alike, warn, warn_of_unusual
-from disco_ds.training.engine import backward_and_step
+from disco_ds.training.engine import NOT_FINITE, backward_and_step
 from disco_ds.training.grad_accum import (
     Features,
     MicroFeatures,
@@ -140,6 +140,8 @@ def contrastive_step(
     try:
         features = forward_all(towers, parts, micro_batches)
         after = Snapshot(model, device)
+        if due and micro_batches > 1:
+            before.warn_of_changed_buffers(model)
         out, leaves = loss_at_features(check_and_compute_loss, features)
         is_updated = backend.run(surrogates(towers, parts, features, leaves))
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
@@ -314,7 +316,10 @@ class _Engine:
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
         """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
-        return backward_and_step(self.engine, surrogates) is not None
+        update = backward_and_step(self.engine, surrogates)
+        if update.result == "not finite":
+            raise FloatingPointError(f"step {self.engine.global_steps}: {NOT_FINITE}")
+        return update.result == "applied"
 
 
 @dataclass

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoints.fragments import AVERAGE
+from disco_ds.checkpoints.state import AVERAGE
 from disco_ds.config import EmaSettings
 from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import refresh_weights

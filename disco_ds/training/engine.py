@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import torch
@@ -27,13 +27,15 @@ from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
-from disco_ds.models.fast import is_compiled
+from disco_ds.models.fast.replace import is_compiled
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.names import load_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng
 from disco_ds.training.muon import Muon
 from disco_ds.training.teacher import RunTeacher
 
+NOT_FINITE = "the gradient is not finite; nothing was updated"
+"""End of an error message."""
 Prepare = Callable[[Any], tuple[Any, ...]]
 """Maps a micro-batch of m samples to inputs on the device: (image, text, index) or (image, text, index, group_id).
 
@@ -54,18 +56,6 @@ def prepare(config: Config, batch: MicroBatch) -> tuple[Any, ...]:
     text = Texts(batch["text"], batch.get("lengths"))
     inputs = view(), view(view=1) if config.model.two_views else text, batch["index"]
     return (*inputs, batch["group_id"]) if "group_id" in batch else inputs
-
-
-class SpikeError(Exception):
-    """The batch is skipped because of a spike. Raised on every rank, before anything has been updated.
-
-    Args:
-        norm: The norm of the gradient if the norm is too high; None if the loss is too high.
-    """
-
-    def __init__(self, norm: float | None = None):
-        super().__init__()
-        self.norm = norm
 
 
 @dataclass
@@ -128,12 +118,20 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: Tree) -> 
         settings: Settings of the optimizer.
         ds_config: The result of config.render_ds_config, which sets every needed key and refuses
             combinations of settings that DeepSpeed handles incorrectly.
+
+    Raises:
+        ValueError: If a parameter has no dimensions.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed_quirks.reset_autocast()
     # All steps have the same shapes, so let cuDNN time its algorithms once. Without timing, cuDNN chose a slow one for
     # the gradient of ViT-B/32's patch embedding, which took 18 ms of a 436 ms step (H200, micro-batch 2048).
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"model: DeepSpeed cannot train {name}, a parameter without dimensions; give it the shape [1]"
+            )
     model.to(comm.local_device())
     groups = parameter_groups(model, settings)
     matrices = [matrix for group in groups if group["muon"] for matrix in group["params"]]
@@ -260,49 +258,62 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
             group["lr"] = lr * group["lr_factor"]
 
 
+class Update(NamedTuple):
+    """What backward_and_step did. The same on every rank."""
+
+    result: Literal["applied", "overflow", "spike", "not finite"]
+    """overflow: a loss scaler skipped the update and can still lower its scale. spike: the norm is above max_norm."""
+    norm: Tensor
+    """Norm of the global gradient before clipping, 0-d fp32. Valid if the result is "applied" or "spike"."""
+
+
+@dataclass
+class NormLimit:
+    """Compares the gradient norm of a step with a limit. All ranks get the same result."""
+
+    max_norm: float | None
+    """The limit; None if there is none."""
+    norm: float = math.nan
+    """The largest norm of all ranks, which sum it in different orders. Set by `refuses`, if there is a limit."""
+
+    def refuses(self, norm: Tensor) -> bool:
+        """Return whether the gradient is finite but its norm is above the limit. Collective."""
+        if self.max_norm is None:
+            return False
+        # With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
+        self.norm = comm.all_reduce_max(norm.to(comm.local_device())).item()
+        return self.is_exceeded
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether `refuses` last returned True."""
+        return self.max_norm is not None and self.max_norm < self.norm < math.inf
+
+
 def backward_and_step(
     engine: Engine, surrogates: Iterable[Tensor], max_norm: float | None = None
-) -> Tensor | None:
+) -> Update:
     """Backpropagate the surrogate loss of each micro-batch, then update the parameters, at any ZeRO stage. Collective.
 
-    The two errors listed below are raised on every rank. They leave the weights, optimizer, loss scaler and counters as
-    they were before the step, with one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in
-    their parameter groups then includes this step.
+    If the result is "spike" or "not finite", the weights, optimizer, loss scaler and counters are as they were before
+    the step, with one exception: at ZeRO 0, the step count that LAMB and some other optimizers keep in their parameter
+    groups then includes this step. If it is "overflow", only the loss scaler and the counters have changed.
 
     Args:
         engine: The engine.
         surrogates: Yields one 0-d surrogate loss per micro-batch, gradient_accumulation_steps in all.
             Each one is built only when it is requested.
         max_norm: If the norm of the gradient is higher, nothing is updated. None: there is no limit.
-
-    Returns:
-        The global gradient norm before clipping, 0-d, or None if a loss scaler skipped the step. With max_norm, all
-        ranks return the same value.
-
-    Raises:
-        FloatingPointError: If the gradient is not finite. It is not raised if a loss scaler has skipped the step and
-            can still lower its scale.
-        SpikeError: If the norm is above max_norm.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scaling = dict(vars(scaler)) if scaler is not None else {}
     zero_stage = engine.zero_optimization_stage()
-    agreed = math.nan
-    norm, finite, refused = None, True, False
-
-    def refuse(norm: Tensor) -> bool:
-        nonlocal refused, agreed
-        if max_norm is not None:
-            # Ranks sum the norm in different orders, so their values may differ slightly. All compare the largest one.
-            # With offload, DeepSpeed computes the norm on the CPU, but NCCL takes only tensors on the device.
-            agreed = comm.all_reduce_max(norm.to(comm.local_device())).item()
-            refused = math.isfinite(agreed) and agreed > max_norm
-        return refused
-
+    limit = NormLimit(max_norm)
+    norm, is_finite = torch.tensor(math.nan), True
     deepspeed_quirks.forget_gradients(engine)
-    watch = max_norm is not None and zero_stage > 0
-    with deepspeed_quirks.norm_refused_by(engine, refuse) if watch else nullcontext():
+    is_limited = max_norm is not None and zero_stage > 0
+    with deepspeed_quirks.norm_refused_by(engine, limit.refuses) if is_limited else nullcontext():
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary() and zero_stage == 0:
@@ -312,25 +323,24 @@ def backward_and_step(
                 norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
                 norm = norm.cpu()  # the only wait for the device
                 deepspeed_quirks.clip_by(engine, trained, norm)
-                finite = bool(torch.isfinite(norm))
-                if not finite or refuse(norm):
+                is_finite = bool(torch.isfinite(norm))
+                if not is_finite or limit.refuses(norm):
                     engine.zero_grad()  # sets gradients to None, so no parameter changes
             engine.step()
             deepspeed_quirks.forget_clipping(engine)
-    if finite and engine.was_step_applied() and not refused:
-        value = engine.get_global_grad_norm() if norm is None else norm
-        value = agreed if max_norm is not None else value
-        return None if value is None else torch.as_tensor(value, dtype=torch.float32)
-    if not refused and scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]:
-        return None
+    if is_finite and engine.was_step_applied() and not limit.is_exceeded:
+        value = norm if zero_stage == 0 else engine.get_global_grad_norm()
+        value = value if max_norm is None else limit.norm
+        return Update("applied", torch.as_tensor(value, dtype=torch.float32))
+    can_scale_down = scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]
+    if can_scale_down and not limit.is_exceeded:
+        return Update("overflow", norm)
     engine.global_steps, engine.global_samples, engine.skipped_steps = before
     if scaler is not None:
         vars(scaler).update(scaling)
-    if refused:
-        raise SpikeError(agreed)
-    raise FloatingPointError(
-        f"step {engine.global_steps}: the gradient is not finite; nothing was updated"
-    )
+    if limit.is_exceeded:
+        return Update("spike", torch.tensor(limit.norm))
+    return Update("not finite", norm)
 
 
 @torch.no_grad()
@@ -349,9 +359,12 @@ def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     parameter = engine.module.logit_scale
     if not parameter.requires_grad:
         return
+    bound = math.log(max_scale)
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        bound = round_down(bound, parameter.dtype)
     # The factor covers the rounding of exp, so that a scale at the bound does not count as above it.
     is_above = before > 1.0001 * max_scale
-    limit = torch.where(is_above, before.double().log(), math.log(max_scale))
+    limit = torch.where(is_above, before.double().log(), bound)
 
     def clamp(values: Tensor) -> Tensor:
         return values.copy_(values.minimum(limit.to(values)))
@@ -366,3 +379,10 @@ def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     if mapping is not None:  # ZeRO 1 and 2: this rank owns all or part of the fp32 copy
         clamp(mapping.get_hp_fragment())
     clamp(parameter.data)
+
+
+def round_down(value: float, dtype: torch.dtype) -> float:
+    """Return the largest number of this dtype that is not above `value`."""
+    mantissa, exponent = math.frexp(value)
+    num_steps = 2 / torch.finfo(dtype).eps
+    return math.ldexp(math.floor(mantissa * num_steps) / num_steps, exponent)

@@ -16,6 +16,7 @@ the trainer, with DeepSpeed, and custom_loop.py for custom training loops, with 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,10 +24,13 @@ from typing import Any, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, Teacher
-from disco_ds.losses.kernels import full_dtype
+from disco_ds.losses.kernels.tiles import full_dtype
 
+logger = logging.getLogger(__name__)
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(features of the first side [m, D], features of the second side [m, D], scale [1], bias [1] or None)."""
 
@@ -61,16 +65,35 @@ class Snapshot:
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device | None = None) -> None:
-        self._buffers = list(model.buffers())
-        self._copies = [buffer.clone() for buffer in self._buffers]
+        # A forward cannot change an expanded buffer, because its elements share memory.
+        self._copies = [
+            (name, buffer, buffer.clone())
+            for name, buffer in model.named_buffers()
+            if not any(
+                size > 1 and stride == 0
+                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+            )
+        ]
         self._rng = Rng(device)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Set the buffers and the random generators back to the copied values."""
-        for buffer, value in zip(self._buffers, self._copies, strict=True):
-            buffer.copy_(value)
+        for _, buffer, copy in self._copies:
+            buffer.copy_(copy)
         self._rng.restore()
+
+    def warn_of_changed_buffers(self, model: torch.nn.Module) -> None:
+        """Warn if the forwards since this snapshot changed a buffer of `model`, other than batch statistics."""
+        norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+        changed = [name for name, buffer, copy in self._copies if not torch.equal(buffer, copy)]
+        others = [name for name in changed if name.rpartition(".")[0] not in norms]
+        if others and comm.rank() == 0:
+            logger.warning(
+                "the forward changes the buffer %s; if it also uses this buffer, as spectral_norm does, the gradient "
+                "depends on the number of micro-batches",
+                others[0],
+            )
 
 
 @dataclass(frozen=True)
@@ -144,13 +167,14 @@ def loss_at_features(
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
     """Concatenate the features of all micro-batches, and take the scale and the bias from the last micro-batch.
 
-    The results are leaf tensors, so the backward of the loss stops at them. A leaf requires a gradient if the
+    The results are leaf tensors, so the backward of the loss stops at them. 16-bit features become fp32, so that their
+    gradient, which is not multiplied by a loss scale yet, is not rounded. A leaf requires a gradient if the
     corresponding tensor of the last micro-batch does; the other micro-batches have no graph.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
 
     def leaf(value: Tensor, last: Tensor) -> Tensor:
-        return value.detach().requires_grad_(last.requires_grad)
+        return value.detach().to(full_dtype(value)).requires_grad_(last.requires_grad)
 
     def join(ids: list[Tensor | None]) -> Tensor | None:
         found = [x for x in ids if x is not None]

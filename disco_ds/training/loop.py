@@ -16,6 +16,7 @@ from fractions import Fraction
 from functools import partial
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import CheckpointSettings, EvalSettings
 from disco_ds.config.schedule import Schedule
@@ -29,26 +30,19 @@ from disco_ds.runs.run_folder import mark_finished
 from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
 from disco_ds.training.ema import averaged, has_average
-from disco_ds.training.engine import SpikeError
-from disco_ds.training.step import DataStopError, StepOutput, run_step
+from disco_ds.training.step import Skipped, StepOutput, Stopped, run_step
 
 logger = logging.getLogger(__name__)
-
-
-class AskedToStopError(RuntimeError):
-    """A signal requested the run to stop. The message says whether a checkpoint was saved."""
 
 
 def train(run: Run) -> None:
     """Train from the step at which the run starts or resumes to the last step of the current stage. Collective.
 
     Raises:
-        StopError: If data cannot be read, if the ranks are at different steps, or if captions with different tokens
-            have equal features.
-        FloatingPointError: If the loss or the gradient is not finite in too many batches in a row, or if fp16 skips
-            all updates.
-        AskedToStopError: If a signal requested a stop. The message says whether a checkpoint was saved.
-        comm.AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
+        comm.AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
+            have equal features, if the loss or the gradient is not finite in too many batches in a row, if fp16 skips
+            all updates, if an evaluation or the last save fails, or if too many saves in a row fail.
+        comm.AskedToStopError: If a signal requested a stop. The message says whether a checkpoint was saved.
     """
     run.interrupts.listen()
     run.engine.train()
@@ -61,105 +55,98 @@ def train(run: Run) -> None:
     while step < last_step:
         is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == last_step
         data = run.loader.start_step(keep_text=step == 0)
-        output = try_step(run, step, data, is_logged)
-        trained = output is not None
-        if output is not None:
+        outcome = run_step(run, step, data, is_logged)
+        run.metrics.add_wait(data.wait_s)
+        run.metrics.name_broken(step, data.broken + data.damaged)
+        if problem := find_problem(run, step, outcome):
+            raise comm.AgreedError(problem)
+        # If the batch was skipped, `step` does not change, and the next batch is used for the same step.
+        is_trained = False
+        if isinstance(outcome, StepOutput):
+            is_trained = True
             step += 1
             if is_logged:
-                log(run, step, output, data)
+                log(run, step, outcome, data)
             run.saver.poll(step)
-        if (
-            step == last_step
-            or run.interrupts.save
-            or (trained and is_due(run, step, run.config.checkpoint))
-        ):
+        if run.interrupts.save or (is_trained and is_save_due(run, step)):
             save(run, step)
         if run.interrupts.stop and step < num_steps:
-            raise AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
-        # If the batch was skipped, `step` has not changed, and the next batch is used for the same step.
-        if trained and step < last_step and is_due(run, step, run.config.eval):
+            raise comm.AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
+        # The next stage, or `finish`, evaluates after the last step.
+        if is_trained and step < last_step and is_due(run, step, run.config.eval):
             try:
-                evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
+                evaluate(run, step)
             except comm.AgreedError as error:
                 raise comm.AgreedError(f"{error}; {run.saver.save_before_error(step)}") from None
 
 
-def try_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
-    """Train one step. Return None if its batch was skipped. Collective.
+def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -> str | None:
+    """Count the steps in a row without an update, and find out whether the run must stop. Collective.
 
-    Before an error is raised, the progress made so far is saved.
+    If it must stop, the progress made before this step is saved first, where that makes sense.
 
     Args:
         run: The run.
-        step: Number of completed steps.
-        data: What run.loader.start_step has returned.
-        is_logged: Whether the step's metrics are logged.
+        step: Number of steps that were completed before this one.
+        outcome: What run_step has returned.
 
-    Raises:
-        DataStopError: If a rank could not read its data. The message says whether progress was saved.
-        FloatingPointError: If the loss or the gradient was not finite in more than
-            config.skip_nonfinite batches in a row, or if fp16 skips all updates (refuse_overflows). The message says
-            whether progress was saved.
+    Returns:
+        The error message with which the run stops, or None.
     """
-    most = run.config.skip_nonfinite
-    try:
-        output = run_step(run, step, data, is_logged)
-    except SpikeError as error:
-        if error.norm is not None:
-            run.anomalies.check_spike("grad_norm", step + 1, error.norm)
-        return None
-    except FloatingPointError as error:
-        run.skipped_in_a_row += 1
-        if run.skipped_in_a_row > most:
-            raise FloatingPointError(f"{error}; {save_without(run, step)}") from None
-        if comm.rank() == 0:
-            logger.warning(
-                "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
-                error,
-                run.skipped_in_a_row,
-                most,
-            )
-        return None
-    except DataStopError as error:
-        raise DataStopError(f"{error}; {save_without(run, step)}") from None
-    finally:
-        run.metrics.add_wait(data.wait_s)
-        run.metrics.name_broken(step, data.broken + data.damaged)
+    if isinstance(outcome, Stopped):
+        return (
+            f"{outcome.problem}; {save_without(run, step)}" if outcome.is_sound else outcome.problem
+        )
+    if isinstance(outcome, Skipped):
+        return outcome.problem and count_skipped(run, step, outcome.problem)
     run.skipped_in_a_row = 0
-    if output.grad_norm is None:
-        run.overflows.append(run.engine.optimizer.loss_scale)
-        try:
-            refuse_overflows(run.overflows, step + 1, run.schedule)
-        except FloatingPointError as error:
-            # Without an update since the start of this process, a new checkpoint would only replace an older one.
-            if step + 1 == run.schedule.first_step + len(run.overflows):
-                raise
-            raise FloatingPointError(f"{error}; {save_without(run, step)}") from None
-    else:
+    if outcome.grad_norm is not None:
         run.overflows.clear()
-        run.anomalies.check_spike("grad_norm", step + 1, output.grad_norm.item())
-    return output
+        return None
+    run.overflows.append(run.engine.optimizer.loss_scale)
+    problem = find_overflows(run.overflows, step + 1, run.schedule)
+    # Without an update since the start of this process, a new checkpoint would only replace an older one.
+    if problem and step + 1 > run.schedule.first_step + len(run.overflows):
+        problem = f"{problem}; {save_without(run, step)}"
+    return problem
 
 
-def refuse_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> None:
-    """Stop a run whose updates are all skipped because of fp16 overflow. It would finish without training anything.
+def count_skipped(run: Run, step: int, problem: str) -> str | None:
+    """Count a batch that is skipped because its loss or gradient is not finite. Return as find_problem does."""
+    run.skipped_in_a_row += 1
+    limit = run.config.skip_nonfinite
+    if run.skipped_in_a_row > limit:
+        return f"{problem}; {save_without(run, step)}"
+    if comm.rank() == 0:
+        logger.warning(
+            "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
+            problem,
+            run.skipped_in_a_row,
+            limit,
+        )
+    return None
+
+
+def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> str | None:
+    """Find out whether fp16 overflow skips all updates, so that the run would finish without training anything.
 
     Args:
         scales: The loss scale after each step since the last applied update. All of these steps overflowed.
         step: Number of completed steps.
         schedule: Length of the run.
 
-    Raises:
-        FloatingPointError: In either of two cases: there were enough skipped steps in a row to halve the loss scale
-            down to 1; or this is the last step and this process has not updated anything.
+    Returns:
+        An error message in either of two cases: there were enough skipped steps in a row to halve the loss scale
+        down to 1; or this is the last step and this process has not updated anything. Otherwise None.
     """
-    most = math.log2(max(scales[0], 1)) + 1
-    if len(scales) > most or step == schedule.last_step == schedule.first_step + len(scales):
-        raise FloatingPointError(
+    limit = math.log2(max(scales[0], 1)) + 1
+    if len(scales) > limit or step == schedule.last_step == schedule.first_step + len(scales):
+        return (
             f"step {step}: the gradients of the last {len(scales)} steps in a row overflowed in fp16, at loss scales "
             f"down to {scales[-1]:g}, so these steps updated nothing; use bf16 or torch_autocast, or lower "
             "fp16.initial_scale_power and fp16.hysteresis"
         )
+    return None
 
 
 def save_without(run: Run, step: int) -> str:
@@ -178,6 +165,11 @@ def save(run: Run, step: int) -> None:
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
     run.saver.save(step, last=step == run.schedule.last_step or run.interrupts.stop)
+
+
+def is_save_due(run: Run, step: int) -> bool:
+    """Return whether a checkpoint is due after this step, which was trained."""
+    return step == run.schedule.last_step or is_due(run, step, run.config.checkpoint)
 
 
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
@@ -226,7 +218,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
             for result in evaluate_sets(*arguments):
                 results.append(replace(result, name=f"{result.name}_ema"))
     values = record(results)
-    run.metrics.note(step, values)
+    run.metrics.write_values(step, values)
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
         publish(run, step, results)
@@ -262,3 +254,21 @@ def finish(run: Run) -> None:
             run.wandb.write_report(num_samples, picture)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")
+
+
+def describe_memory(error: BaseException, phase: str) -> str:
+    """Return an error message for this rank, which ran out of memory in this phase. It lists the memory in use."""
+    # This works on the CPU too: DeepSpeed's CPU accelerator gets these numbers from psutil.
+    device = get_accelerator()
+    allocated = device.memory_allocated() / 2**30
+    peak = device.max_memory_allocated() / 2**30
+    reserved = device.memory_reserved() / 2**30
+    capacity = device.total_memory() / 2**30
+    first_line = str(error).partition("\n")[0]
+    return (
+        f"out of memory in {phase}: {first_line}\n"
+        f"  {allocated:.2f} GiB allocated (peak {peak:.2f}) and {reserved:.2f} GiB reserved by torch; "
+        f"total memory: {capacity:.2f} GiB on {device.current_device_name()}\n"
+        f"  disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
+        "--fit FOLDER writes a recipe that fits"
+    )

@@ -23,7 +23,7 @@ import torch
 from deepspeed import DeepSpeedEngine as Engine
 from torch import Tensor
 
-from disco_ds.checkpoints.reshard import find_place
+from disco_ds.checkpoints.state import find_local
 from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm
 
@@ -75,7 +75,7 @@ class Muon(torch.optim.AdamW):
             matrices: The parameters of the groups in which `muon` is True.
         """
         for matrix in matrices:
-            held, *part = find_place(engine, matrix)
+            held, *part = find_local(engine, matrix)
             self.parts[held].append((getattr(matrix, "ds_shape", matrix.shape), *part))
 
     @torch.no_grad()

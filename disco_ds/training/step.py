@@ -29,23 +29,16 @@ from disco_ds.metrics.anomalies import (
 from disco_ds.training.build import Run
 from disco_ds.training.ema import update_average
 from disco_ds.training.engine import (
+    NOT_FINITE,
     Engine,
     EngineTowers,
     Prepare,
-    SpikeError,
+    Update,
     backward_and_step,
     clamp_scale,
     set_rates,
 )
 from disco_ds.training.grad_accum import Snapshot, forward_all, loss_at_features, surrogates
-
-
-class StopError(RuntimeError):
-    """All ranks have agreed to stop."""
-
-
-class DataStopError(StopError):
-    """All ranks have agreed to stop because a rank could not read its data. The failed step changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,30 @@ class StepOutput:
     """[1], the logit bias that the loss was computed with; None if the model has no bias."""
 
 
-def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> StepOutput:
+@dataclass(frozen=True)
+class Skipped:
+    """The batch cannot be used. The step has changed nothing. The same on every rank."""
+
+    problem: str | None
+    """What is not finite; None if the batch is skipped because its loss or gradient norm is a spike."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The run cannot continue. The step has changed nothing. The same on every rank."""
+
+    problem: str
+    is_sound: bool = False
+    """Whether the model can be saved: the steps before this one are not affected by the problem."""
+
+
+def run_step(
+    run: Run, step: int, data: StepData, is_logged: bool = False
+) -> StepOutput | Skipped | Stopped:
     """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
 
-    The errors listed below are raised on every rank. After any error, the model, the optimizer and the random
-    generators are the same as before the step.
+    Unless a StepOutput is returned, the model, the optimizer and the random generators are the same as before the step.
+    This also holds after an error.
 
     Args:
         run: The run. Its loader reads the micro-batches.
@@ -76,17 +88,15 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> St
         data: What run.loader.start_step has returned for this step.
         is_logged: Whether the phases are measured.
 
-    Raises:
-        StopError: If the ranks are at different steps, or if captions with different tokens have equal features.
-        DataStopError: If a rank could not read its data.
-        FloatingPointError: If the loss or the gradient is not finite, except if fp16's loss scaler skips the step.
-        SpikeError: If the batch must be skipped because its loss or gradient norm is a spike.
+    Returns:
+        What happened, the same on every rank.
     """
     engine, config = run.engine, run.config
     timer = run.metrics.phases.timer(sampled=is_logged)
     # The first step has no time limit, because compiling the model may take a very long time.
     begin = partial(run.heartbeat.mark, step, timed=step > run.schedule.first_step)
     before = Snapshot(engine.module)
+    is_done = False
     try:
         begin("forward")
         with timer("step/forward"):
@@ -94,27 +104,38 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool = False) -> St
             features = forward_all(run.towers, micro_batches, engine.gradient_accumulation_steps())
         # The repeated forwards must change neither BatchNorm's statistics nor the random numbers of the next step.
         after = Snapshot(engine.module)
+        if step == run.schedule.first_step and engine.gradient_accumulation_steps() > 1:
+            before.warn_of_changed_buffers(engine.module)
         begin("loss")
         with timer("step/loss"):
             out, leaves = loss_at_features(run.loss, features)
-        agree(run, step, data, leaves, out)
+        problem = agree(run, step, data, leaves, out)
+        if problem is not None:
+            return problem
         set_rates(engine, run.learning_rate(step), config.optim, leaves.scale)
         begin("backward and update")
         with timer("step/backward and update"):
             again = surrogates(run.towers, run.loader.second_pass(), features, leaves)
-            norm = backward_and_step(engine, again, run.anomalies.max_norm)
-    except Exception:
-        before.restore()
-        forget_trace(engine)
-        raise
+            update = backward_and_step(engine, again, run.anomalies.max_norm)
+        if update.result in ("applied", "spike"):
+            run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
+        if update.result == "spike":
+            return Skipped(None)
+        if update.result == "not finite":
+            return Skipped(f"step {step}: {NOT_FINITE}")
+        is_done = True
+    finally:
+        if not is_done:
+            before.restore()
+            forget_trace(engine)
     # If fp16's loss scaler has skipped the update, nothing else may change either.
-    (before if norm is None else after).restore()
+    (after if update.result == "applied" else before).restore()
     clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
-    if norm is not None:
+    if update.result == "applied":
         run.loss.commit()
         if config.optim.ema:
             update_average(engine, config.optim.ema)
-    return make_output(out, leaves, norm)
+    return make_output(out, leaves, update)
 
 
 def train_step(
@@ -144,38 +165,39 @@ def train_step(
         features = forward_all(towers, micro_batches, len(micro_batches))
         after = Snapshot(engine.module)
         out, leaves = loss_at_features(loss, features)
-        norm = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
+        update = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
+        if update.result == "not finite":
+            raise FloatingPointError(f"step {engine.global_steps}: {NOT_FINITE}")
     except Exception:
         before.restore()
         forget_trace(engine)
         raise
-    (before if norm is None else after).restore()
+    (after if update.result == "applied" else before).restore()
     clamp_scale(engine, max_scale, leaves.scale.detach())
-    return make_output(out, leaves, norm)
+    return make_output(out, leaves, update)
 
 
-def make_output(out: LossOutput, leaves: Embeddings, norm: Tensor | None) -> StepOutput:
+def make_output(out: LossOutput, leaves: Embeddings, update: Update) -> StepOutput:
     """Return the results of a step."""
     return StepOutput(
         metrics=out.metrics,
         scale=leaves.scale.detach(),
-        grad_norm=norm,
+        grad_norm=update.norm if update.result == "applied" else None,
         # Clone the rows, so that the features of the whole batch can be freed before the next step.
         features=tuple(side.detach()[:SAMPLE].clone() for side in (leaves.image, leaves.text)),
         bias=leaves.bias,
     )
 
 
-def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: LossOutput) -> None:
-    """Make all ranks continue or stop together, before the parameters are updated. Collective: one all_reduce.
+def agree(
+    run: Run, step: int, data: StepData, embeddings: Embeddings, out: LossOutput
+) -> Skipped | Stopped | None:
+    """Decide on all ranks together whether the parameters may be updated. Collective: one all_reduce.
 
     The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
 
-    Raises:
-        StopError: If the ranks are at different steps, or if captions with different tokens have equal features.
-        DataStopError: If a rank could not read its data.
-        FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
-        SpikeError: If the batch must be skipped because its loss is a spike.
+    Returns:
+        None if the step can continue.
     """
     image, text = embeddings.image.detach(), embeddings.text.detach()
     is_finite = torch.isfinite(out.loss + image.sum() + text.sum())
@@ -197,43 +219,40 @@ def agree(run: Run, step: int, data: StepData, embeddings: Embeddings, out: Loss
         }
     )
     if worst["last_step"] != -worst["minus_first_step"]:
-        refuse_different_steps(step)
+        return Stopped(describe_different_steps(step))
     run.interrupts.agree(bool(worst["save"]), bool(worst["stop"]))
     run.saver.all_written = not worst["writing"]
     if worst["data_error"]:
-        refuse_data_errors(step, data)
+        return Stopped(describe_data_errors(step, data), is_sound=True)
     if worst["not_finite"]:
-        refuse_not_finite(step, embeddings, out)
+        return Skipped(describe_not_finite(step, embeddings, out))
     if worst["equal_texts"] > MAX_EQUAL_TEXTS:
-        raise StopError(f"{worst['equal_texts']:.0%} {EQUAL_TEXTS} Nothing was updated")
+        return Stopped(f"{worst['equal_texts']:.0%} {EQUAL_TEXTS} Nothing was updated")
     if run.anomalies.check_spike("loss", step + 1, worst["loss"]):
-        raise SpikeError
+        return Skipped(None)
+    return None
 
 
-def refuse_different_steps(step: int) -> None:
-    """Raise StopError with the step of each rank. Collective.
+def describe_different_steps(step: int) -> str:
+    """Return an error message with the step of each rank. Collective.
 
     If the steps differ, a rank has skipped a collective. Its later collectives were then paired with the wrong ones of
     the other ranks.
     """
-    places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
-    raise StopError(
-        f"the ranks are at different steps, so they have not trained the same model: {'; '.join(places)}"
-    )
+    reports = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
+    return f"the ranks are at different steps, so they have not trained the same model: {'; '.join(reports)}"
 
 
-def refuse_data_errors(step: int, data: StepData) -> None:
-    """Raise DataStopError with the first error and the ranks that have one. Collective."""
+def describe_data_errors(step: int, data: StepData) -> str:
+    """Return an error message with the first error in reading data and the ranks that have one. Collective."""
     reports = comm.gather_objects(data.error)
     errors = {rank: error for rank, error in enumerate(reports) if error is not None}
     first_error = next(iter(errors.values()))
-    raise DataStopError(
-        f"step {step}: reading the data failed on {comm.join_ranks(errors)}: {first_error}"
-    )
+    return f"step {step}: reading the data failed on {comm.join_ranks(errors)}: {first_error}"
 
 
-def refuse_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> None:
-    """Raise FloatingPointError with the ranks that caused a loss that is not finite. Collective."""
+def describe_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> str:
+    """Return an error message that names the ranks that caused a loss that is not finite. Collective."""
     is_finite = all(bool(torch.isfinite(x).all()) for x in (embeddings.image, embeddings.text))
     reports = comm.gather_objects((out.loss.item(), is_finite))
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
@@ -242,4 +261,4 @@ def refuse_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> Non
     if not sources:
         sources = [rank for rank, (loss, _) in enumerate(reports) if not math.isfinite(loss)]
         cause = f" on {comm.join_ranks(sources)}"
-    raise FloatingPointError(f"step {step}: the loss is not finite{cause}; nothing was updated")
+    return f"step {step}: the loss is not finite{cause}; nothing was updated"

@@ -25,7 +25,7 @@ class FrozenTeacher:
     Args:
         model: A model from build_model in fp32, on this rank's device. It is converted to the precision of the run.
         tokenizer: The model's tokenizer.
-        kind: Precision of the run: autocast, bf16, fp16 or fp32. The logit scale and the logit bias stay in fp32.
+        precision: Precision of the run: autocast, bf16, fp16 or fp32. The logit scale and the logit bias stay in fp32.
         description: For the log: the model's name, and which parts of its towers use this package's faster versions or
             are compiled.
         identity: The values that must stay the same when the run is resumed.
@@ -35,13 +35,13 @@ class FrozenTeacher:
         self,
         model: Any,
         tokenizer: Any,
-        kind: str,
+        precision: str,
         description: str,
         identity: dict[str, Any],
     ):
         self.scale = model.logit_scale.detach().float().exp()
         self.bias = None if model.logit_bias is None else model.logit_bias.detach().float()
-        self.model = in_precision(model, kind).eval().requires_grad_(False)
+        self.model = in_precision(model, precision).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.description, self.identity = description, identity
         self.size = tuple(read_preprocessing(model).size)

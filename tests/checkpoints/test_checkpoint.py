@@ -16,17 +16,9 @@ import pytest
 import torch
 
 from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.background_save import checksum
-from disco_ds.checkpoints.changes import refuse_changes
-from disco_ds.checkpoints.checkpoint import (
-    _restore_rng,
-    _rng_state,
-    identity,
-    open_verified,
-    read,
-    shape,
-)
-from disco_ds.checkpoints.retention import DamagedError
+from disco_ds.checkpoints.checkpoint import checksum, open_verified, read, read_rng, restore_rng
+from disco_ds.checkpoints.keep import DamagedError
+from disco_ds.checkpoints.resume import identity_of, refuse_changes, shape_of
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import META
 from helpers.checkpoints import SHAPE, describe, flip, identify, plant, write_checkpoint
@@ -73,8 +65,8 @@ def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name:
 
 def test_ranks_stage_and_precision_are_the_shape_and_no_refused_change() -> None:
     config = tiny_config("tiny", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
-    refuse_changes(stored(identify()), identity(config, "abc", TINY))
-    now = shape(config, 4)
+    refuse_changes(stored(identify()), identity_of(config, "abc", TINY))
+    now = shape_of(config, 4)
     assert (now["ranks"], now["stage"], now["precision"]) == (4, 3, "bf16")
     assert (SHAPE["ranks"], SHAPE["stage"], SHAPE["precision"]) == (2, 1, "fp32")
 
@@ -180,22 +172,22 @@ def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
 
 def test_generators_resume_from_a_checkpoint(tmp_path: Path) -> None:
     numpy.random.standard_normal()  # numpy draws pairs; the generator now keeps the second number
-    state = _rng_state()
+    state = read_rng()
     drawn = random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
     path = write_checkpoint(tmp_path, 1, ranks=0)
     torch.save({"rng": state, "data": {}, "loss": {}}, path / "rank_00000.pt")
     describe(path, json.loads((path / META).read_text()))
-    _restore_rng(read(path).states("rng")[0])
+    restore_rng(read(path).states("rng")[0])
     again = random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
     assert again == drawn
 
 
 def test_generators_resume_on_the_cpu_from_a_checkpoint_of_a_gpu() -> None:
-    state = _rng_state() | {
+    state = read_rng() | {
         "device": torch.zeros(16, dtype=torch.uint8)
     }  # the size of a CUDA generator's state
     drawn = torch.rand(3).tolist()
-    _restore_rng(state)
+    restore_rng(state)
     assert torch.rand(3).tolist() == drawn
 
 
@@ -203,9 +195,9 @@ def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
     config = tiny_config(
         "moved/tiny.json", {"zero_optimization": {"stage": 1}}, model__pretrained="weights.pt"
     )
-    refuse_changes(stored(identify()), identity(config, "abc", TINY))
+    refuse_changes(stored(identify()), identity_of(config, "abc", TINY))
     with pytest.raises(ValueError, match=r"model.config.embed_dim: 16 in the checkpoint, 32 now"):
-        refuse_changes(stored(identify()), identity(config, "abc", TINY | {"embed_dim": 32}))
+        refuse_changes(stored(identify()), identity_of(config, "abc", TINY | {"embed_dim": 32}))
 
 
 def test_preprocessing_of_weights_whose_folder_is_gone_is_not_lost_silently() -> None:
@@ -219,7 +211,7 @@ def test_preprocessing_of_weights_whose_folder_is_gone_is_not_lost_silently() ->
 
 def test_shapes_differ_by_who_holds_what_not_by_communication_settings() -> None:
     def shape_with(ranks: int, **zero: Any) -> dict[str, Any]:
-        return shape(tiny_config("tiny", {"zero_optimization": zero}), ranks)
+        return shape_of(tiny_config("tiny", {"zero_optimization": zero}), ranks)
 
     assert shape_with(2, stage=1, overlap_comm=False, reduce_bucket_size=7) == SHAPE
     assert shape_with(2, stage=2) != SHAPE

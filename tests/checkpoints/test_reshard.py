@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.checkpoint import read
 from disco_ds.checkpoints.export import export_run
-from disco_ds.checkpoints.fragments import States, find_parts, join
-from disco_ds.checkpoints.retention import find_latest
-from disco_ds.checkpoints.weights import read_tensors, read_weights
+from disco_ds.checkpoints.keep import find_latest
+from disco_ds.checkpoints.state import States, join, read_fragments, read_tensors
+from disco_ds.checkpoints.weights import read_weights
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE
@@ -88,13 +88,13 @@ def states(path: Path) -> dict[str, States]:
         folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file()
     )
     config = load_config(written_by)
-    found = find_parts(checkpoint.read(path))
+    found = read_fragments(read(path))
     assert found.keys() == {
         name
         for group in parameter_groups(build_model(config.model), config.optim)
         for name in group["names"]
     }
-    return {name: join(found, name) for name in found}
+    return {name: join(found[name]) for name in found}
 
 
 def equal_states(first: Path, second: Path) -> None:
@@ -180,7 +180,7 @@ def test_frozen_parameters_come_from_the_checkpoint(stage: int, tmp_path: Path) 
         model={**model, "pretrained": str(tmp_path / "weights.pt")},
     )
     run_ranks(write_again, 1, write_recipe(tmp_path, steps=2, model=model), [settings(0)])
-    kept = dict(read_tensors(checkpoint.read(tmp_path / "written-1-0")))
+    kept = read_tensors(read(tmp_path / "written-1-0"))
     for name in [name for name in pretrained if name.startswith("visual.")]:
         assert torch.equal(kept[name], pretrained[name]), name
 

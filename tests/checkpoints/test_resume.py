@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from disco_ds.checkpoints.checkpoint import read
-from disco_ds.checkpoints.resume import choose
-from disco_ds.checkpoints.retention import find_latest
-from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.checkpoints.keep import find_latest
+from disco_ds.checkpoints.resume import find_checkpoint
+from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import ModelSettings, load_config, make_schedule
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
@@ -28,7 +28,6 @@ from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, META, mark_finished
 from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
 from disco_ds.training.loop import is_due, train
-from disco_ds.training.step import StopError
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
@@ -96,7 +95,9 @@ def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[in
     logging.getLogger("disco_ds").addHandler(said)
     saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
     try:
-        found: int | str = choose(run, resume, CONFIG, lambda stage: saved, unattended).step
+        found: int | str = find_checkpoint(
+            run, resume, CONFIG, lambda stage: saved, unattended
+        ).step
     except ValueError as error:
         found = str(error)
     logging.getLogger("disco_ds").removeHandler(said)
@@ -314,7 +315,7 @@ def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
         record["loss"] for record in records(whole)
     ]
     equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (whole, resumed)))
-    kept = dict(read_tensors(read(resumed / CHECKPOINTS / "step-00000006")))
+    kept = read_tensors(read(resumed / CHECKPOINTS / "step-00000006"))
     for key in [key for key in weights if key.startswith("visual.")]:
         assert torch.equal(kept[key], weights[key]), key
 
@@ -488,7 +489,7 @@ def lose_data(path: Path) -> None:
 
         run.loader.start_step = start_and_fail  # type: ignore[method-assign]
         with pytest.raises(
-            StopError,
+            comm.AgreedError,
             match=r"step 3: .*data failed on rank 1: .*saved after step 3; --resume latest",
         ):
             train(run)

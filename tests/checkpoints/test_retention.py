@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints.background_save import Save
 from disco_ds.checkpoints.checkpoint import read
-from disco_ds.checkpoints.resume import set_newer_aside
-from disco_ds.checkpoints.retention import (
+from disco_ds.checkpoints.keep import (
     FORMAT,
     META,
     DamagedError,
@@ -26,6 +24,8 @@ from disco_ds.checkpoints.retention import (
     read_meta,
     remove_checkpoints,
 )
+from disco_ds.checkpoints.resume import set_newer_aside
+from disco_ds.checkpoints.save import Save
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.checkpoints import SHAPE, describe, finish, flip, identify, write_checkpoint
 
@@ -191,7 +191,7 @@ def test_remove_old_without_a_limit_keeps_all_and_reads_none(
 ) -> None:
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step)
-    monkeypatch.delattr("disco_ds.checkpoints.retention.read_meta")
+    monkeypatch.delattr("disco_ds.checkpoints.keep.read_meta")
     assert remove_checkpoints(tmp_path, keep_last=None) == 0
     assert len(names(tmp_path)) == 4
 

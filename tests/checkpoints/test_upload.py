@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from disco_ds.checkpoints.retention import list_complete, remove_checkpoints
-from disco_ds.checkpoints.upload import LOG, Uploads
+from disco_ds.checkpoints.keep import LOG, Mirror, list_complete, remove_checkpoints
 from disco_ds.config import CheckpointSettings
 from helpers.checkpoints import write_checkpoint
 
@@ -30,7 +29,7 @@ def test_copies_run_one_by_one_and_the_newest_waits(
     gate, there = tmp_path / "gate", tmp_path / "there"
     there.mkdir()
     script = 'while [ ! -e "$0" ]; do sleep 0.02; done; cp -r "$1" "$2"'
-    with closing(Uploads(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path)) as copies:
+    with closing(Mirror(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path)) as copies:
         first, second, third = (make(tmp_path, f"step-{number}") for number in (1, 2, 3))
         copies.add(first)
         copies.add(second)
@@ -52,7 +51,7 @@ def test_copies_run_one_by_one_and_the_newest_waits(
 def test_failed_upload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, said: str
 ) -> None:
-    copies = Uploads(command, tmp_path)
+    copies = Mirror(command, tmp_path)
     path = make(tmp_path, "step-1")
     copies.add(path)
     assert not copies.wait(10)
@@ -64,7 +63,7 @@ def test_failed_upload_is_logged(
 def test_copy_that_takes_too_long_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies = Uploads("tail -f {path}/weights", tmp_path)
+    copies = Mirror("tail -f {path}/weights", tmp_path)
     copies.add(make(tmp_path, "step-1"))
     assert copies.wait(0.3)
     copies.close()
@@ -81,7 +80,7 @@ GATED = (
 
 def copy_and_hang(folder: Path, started: Any) -> None:
     os.chdir(folder)
-    copies = Uploads(GATED, folder)
+    copies = Mirror(GATED, folder)
     for step in (1, 2):
         path = write_checkpoint(folder, step)
         (path / "weights").write_text(path.name)
@@ -105,7 +104,7 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
     process.join()
     old, waiting = list_complete(tmp_path)
     log = tmp_path / LOG
-    with closing(Uploads(GATED, tmp_path)) as copies:
+    with closing(Mirror(GATED, tmp_path)) as copies:
         busy = list(copies.pending)
         new = write_checkpoint(tmp_path, 3)
         remove_checkpoints(tmp_path, keep_last=1, busy=busy)
@@ -122,7 +121,7 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
         assert log.read_text().split() == [str(path) for path in (old, old, waiting)]
     for path in (old, waiting):
         assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
-    with closing(Uploads(GATED, tmp_path)) as copies:
+    with closing(Mirror(GATED, tmp_path)) as copies:
         assert copies.pending == [new], "all others have been uploaded"
 
 
@@ -132,10 +131,10 @@ def test_copy_that_was_ended_with_its_run_is_made_again(
     monkeypatch.chdir(tmp_path)
     path = write_checkpoint(tmp_path, 1)
     (path / "weights").write_text(path.name)
-    with closing(Uploads(GATED, tmp_path)) as copies:
+    with closing(Mirror(GATED, tmp_path)) as copies:
         assert copies.pending == [path]
     (tmp_path / "gate").touch()
-    with closing(Uploads(GATED, tmp_path)) as copies:
+    with closing(Mirror(GATED, tmp_path)) as copies:
         assert not copies.wait(20)
     assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoints.checkpoint import identity, read, shape
-from disco_ds.checkpoints.retention import find_latest
+from disco_ds.checkpoints.checkpoint import read
+from disco_ds.checkpoints.keep import find_latest
+from disco_ds.checkpoints.resume import identity_of, shape_of
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, build_from, read_weights
 from disco_ds.config import EmaSettings, ModelSettings, render_ds_config
 from disco_ds.distributed import comm
@@ -102,8 +103,8 @@ def train_and_save(
         average = hold(engine, name)
     if comm.rank() == 0:
         (folder / "config.yaml").write_text(config.to_yaml())
-    same = identity(config, "abc", read_architecture(config.model))
-    meta = {"step": 2, "num_steps": 2, "identity": same, "shape": shape(config, comm.size())}
+    same = identity_of(config, "abc", read_architecture(config.model))
+    meta = {"step": 2, "num_steps": 2, "identity": same, "shape": shape_of(config, comm.size())}
     save_now(folder, meta, engine, {}, {})
     engine.destroy()
     return held, average
@@ -121,10 +122,6 @@ def compare_all(folder: Path, model_file: str, names: list[str]) -> list[str]:
         run.mkdir(exist_ok=True)
         for ema, held in enumerate(train_and_save(run, model_file, name)):
             if comm.rank() != 0:
-                continue
-            if ema and "round_robin" in name:
-                with pytest.raises(ValueError, match="round_robin_gradients"):
-                    read_weights(run, ema=True)
                 continue
             read = read_weights(run, ema=bool(ema)).tensors
             failures += [f"{name}: {key} is in one only" for key in read.keys() ^ held.keys()]
@@ -150,7 +147,8 @@ def unverified(run: Path) -> list[str]:
     """Flip a bit in each of DeepSpeed's files in turn, and return those that are read without an error."""
     found = []
     for file in (find_latest(run) / "engine").iterdir():
-        if file.name.endswith("optim_states.pt") or "zero" in file.name:
+        # The model-states files of ranks above 0 contain only frozen parameters.
+        if "zero_pp_rank_1_mp_rank_00_model" not in file.name:
             flip(file)
             with contextlib.suppress(ValueError):
                 read_weights(run)

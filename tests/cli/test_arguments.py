@@ -77,7 +77,7 @@ def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_librarie
     [
         ("loss.name=disco_fusd", "unknown loss 'disco_fusd'; did you mean disco_fused?"),
         ("loss.options={tyle: 64}", "has no option tyle"),
-        ("loss={name: fastclip_v1, options: {eps: -1}}", "eps >= 0"),
+        ("loss={name: fastclip_v1, options: {eps: -1}}", "loss.options.eps=-1: "),
         ("loss.name=nowhere.losses:Mine", "No module named 'nowhere'"),
         ("model.name=ViT-B-23", "unknown model 'ViT-B-23'; did you mean ViT-B-32?"),
         ("model.pretrained=none.pt", "model.pretrained: none.pt is not a file"),

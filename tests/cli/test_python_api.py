@@ -131,14 +131,13 @@ def test_process_can_continue_after_any_end_of_a_run(tmp_path: Path) -> None:
         == "AskedToStopError: asked to stop: a checkpoint was saved after step 1; --resume latest resumes from there"
     )
     assert same == "same 4 True"
-    assert explained[0].startswith("OutOfMemory: out of memory in forward: CUDA out of memory.")
-    assert explained[2:4] == [
-        "to save memory in forward, try in this order:",
-        "  micro_batch=2 (now 4)",
-    ]
+    assert explained[0].startswith(
+        "OutOfMemoryError: out of memory in forward: CUDA out of memory."
+    )
+    assert len(explained) == 3
     assert thread.startswith("RefusedError: run_training must be called in the main thread")
     assert evaluated == "RefusedError: data: eval.labeled.x: there is no folder nowhere"
-    assert nan.startswith("FloatingPointError: step 1: the loss is not finite")
+    assert nan.startswith("AgreedError: step 1: the loss is not finite")
     assert joined.startswith("this process has joined a process group already")
     assert "error on" not in done.stderr, "an error that is raised must not be printed as well"
 

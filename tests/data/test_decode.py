@@ -254,6 +254,8 @@ def test_palette_with_alpha_reads_without_a_warning() -> None:
         (b"\n<!DOCTYPE html><html>403<svg></svg></html>", "it is HTML"),
         (b'<?xml version="1.0"?>\n<svg width="9"></svg>', "it is SVG"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "it is HEIC"),
+        (encode(noise(9, 9), "JPEG2000"), "it is JPEG 2000"),
+        (encode(noise(9, 9), "ICO"), "it is ICO"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "first bytes are b'%!PS-Ado'"),
         (bomb(), "DecompressionBombError|50000 x 50000"),
         (bomb(12_000), "144000000|12000 x 12000"),

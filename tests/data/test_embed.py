@@ -193,18 +193,51 @@ def test_folder_of_other_embeddings_is_refused(
     assert "was begun with crop_scale [0.3, 1.0], now it is [0.5, 1.0]" in capsys.readouterr().err
     assert embed(path, tmp_path / "raw") == 2
     assert "has shards that embed did not write" in capsys.readouterr().err
+    # The same names and counts, but other samples.
+    write_shards(
+        tmp_path / "other", [9, 4, 7], lambda index, _: sample(index + 1, {}) | {"txt": b"other"}
+    )
+    for change, words in (
+        (f"data.shards={tmp_path / 'other'}", "was begun with"),
+        ("data.filter={similarity: {min: 0.3}}", "was begun with filter {}"),
+        ("data.image_key=png;jpg", "was begun with image_key png, now it is png;jpg"),
+    ):
+        assert embed(path, to, change) == 2
+        assert words in capsys.readouterr().err
     assert contents(to) == before
     run_ranks(other_crop, 2, path, to)
 
 
 def other_crop(path: Path, to: Path) -> None:
     teacher = json.dumps({"image": "img.npy", "text": "txt.npy"})
-    overrides = [f"data.shards={to}", f"teacher={teacher}"]
-    for change, words in (
-        ("data.crop_scale=[0.5,1]", "were computed with data.crop_scale [0.3, 1.0]"),
-        ("data.captions={'{txt}': 1}", "were computed with data.captions"),
+    (to.parent / "list.txt").write_text(f"{to}/000000.tar\n{to.parent}/raw/00001.tar\n")
+    (to.parent / "manifest.json").write_text(joined_manifest(to.parent))
+    stages = "stages=[{until: 32, crop_scale: [0.5, 1]}, {until: 64}]"
+    for shards, change, words in (
+        (to, "data.crop_scale=[0.5,1]", "were computed with data.crop_scale [0.3, 1.0]"),
+        (to, "data.captions={'{txt}': 1}", "were computed with data.captions"),
+        (to, "data.image_key=jpg;png", "were computed with data.image_key png"),
+        (to, stages, "data.crop_scale [0.3, 1.0], but this run has [0.5, 1.0]"),
+        (f"{to.parent}/*/*0.tar", "data.crop_scale=[0.5,1]", "were computed with data.crop_scale"),
+        (to.parent / "list.txt", "data.crop_scale=[0.5,1]", "were computed with data.crop_scale"),
     ):
-        expect(refused(load_config(path, [*overrides, change])), words)
+        overrides = [f"data.shards={shards}", f"teacher={teacher}", change]
+        if shards != to:
+            overrides.append(f"data.manifest={to.parent / 'manifest.json'}")
+        if change == stages:
+            overrides.append("steps=null")
+        expect(refused(load_config(path, overrides)), words)
+
+
+def joined_manifest(folder: Path) -> str:
+    """Return the manifest of the shards of all subfolders."""
+    manifests = folder.glob("*/manifest.json")
+    shards = [
+        {**shard._asdict(), "name": f"{path.parent.name}/{shard.name}"}
+        for path in manifests
+        for shard in read_manifest(path).values()
+    ]
+    return json.dumps({"shards": shards})
 
 
 def test_image_without_augmentation_is_stored_once(path: Path, tmp_path: Path) -> None:

@@ -39,9 +39,7 @@ def test_index_writes_then_counts_only_what_has_changed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder) == 0
-    assert capsys.readouterr().out == (
-        f"{folder / NAME}: 3 shards, 10 samples\nmembers: json 100%, png 100%, txt 100%\n"
-    )
+    assert capsys.readouterr().out == (f"{folder / NAME}: 3 shards, 10 samples\n")
     # The content changed, but neither the size nor the time: the count is kept, so the file was not read.
     path = folder / "00001.tar"
     found = path.stat()
@@ -58,68 +56,6 @@ def test_index_writes_then_counts_only_what_has_changed(
     (folder / NAME).write_text("{")
     assert run(folder) == 0
     assert load_manifest(folder).num_samples == 7
-
-
-def pairs(name: str, num: int = 8) -> list[tuple[str, bytes]]:
-    """Return the members of `num` samples. `name` is the format string of their names."""
-    return [(f"{name.format(i)}.{kind}", b"x") for i in range(num) for kind in ("png", "txt")]
-
-
-@pytest.mark.parametrize(
-    ("members", "seen", "words"),
-    [
-        (pairs("{:05d}"), "1 shard, 8 samples\nmembers: png 100%, txt 100%\n", []),
-        (
-            pairs("{:05d}", 24)[:-1],
-            "1 shard, 24 samples\nmembers: png 100%, txt 95%\n",
-            [],
-        ),
-        (
-            pairs("22.{:02d}", 2),
-            "1 shard, 1 sample\nmembers: 00.png 100%, 00.txt 100%, 01.png 100%, 01.txt 100%\n",
-            ["0% of the samples", "after the first dot of its name, such as '00.png'", "rename"],
-        ),
-        (
-            pairs("track 2.0 ({})"),
-            "1 shard, 1 sample\nmembers: 0 (0).png 100%, 0 (0).txt 100%, 0 (1).png 100%, "
-            "0 (1).txt 100%, 0 (2).png 100%, 0 (2).txt 100%, 0 (3).png 100%, 0 (3).txt 100%\n",
-            ["0% of the samples", "such as '0 (0).png'", "rename"],
-        ),
-        (
-            pairs("{}")[::2] + pairs("{}")[1::2],
-            "1 shard, 16 samples\nmembers: png 50%, txt 50%\n",
-            ["0% of the samples", "in different samples", "next to its image"],
-        ),
-        (
-            [member for i, member in enumerate(pairs("{}")) if i % 4 != 3],
-            "1 shard, 8 samples\nmembers: png 100%, txt 50%\n",
-            ["50% of the samples", "data.image_key and data.captions"],
-        ),
-        (
-            [("0.jpg", b""), ("0.json", b"{}")],
-            "1 shard, 1 sample\nmembers: jpg 100%, json 100%\n",
-            ["0% of the samples", "(jpeg, jpg, png, webp; txt)", "data.captions"],
-        ),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_index_tells_the_members_that_it_saw(
-    members: list[tuple[str, bytes]],
-    seen: str,
-    words: list[str],
-    workers: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if workers and not words:
-        return
-    write_tar(tmp_path / "0.tar", members)
-    assert main(["index", str(tmp_path), f"--workers={workers}"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path / NAME}: {seen}"
-    for word in words:
-        assert word in printed.err
-    assert ("warning: " in printed.err) == bool(words)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from PIL import Image
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
-from disco_ds.data.batches import count_buffers
+from disco_ds.data.batches import SharedBatches, count_buffers
+from disco_ds.data.samples import InputSpec, declare_arrays
+from disco_ds.data.stored import StoredEmbeddings
 from helpers.shards import (
     CONTEXT,
     NUM_SAMPLES,
     SIZES,
+    SPEC,
     VOCAB,
     color,
     encode,
@@ -250,6 +254,30 @@ def test_micro_batches_are_the_same_in_both_passes(
     finally:
         loader.close()
         reference.close()
+
+
+def test_micro_batch_has_only_the_arrays_that_the_run_needs() -> None:
+    spec = InputSpec(SPEC, tokenize, CONTEXT, VOCAB)
+    usual = {"image", "text", "index", "epoch", "view_key"}
+    stored = StoredEmbeddings("img.npy", "txt.npy", None, 6)
+    for data, inputs, more in (
+        (settings(), spec, set()),
+        (settings(group_by="caption"), spec, {"group_id"}),
+        (settings(), replace(spec, teacher_tokenize=tokenize, teacher_length=9), {"teacher_text"}),
+        (settings(), replace(spec, stored=stored), {"image_embedding", "text_embedding"}),
+    ):
+        arrays = declare_arrays(data, inputs)
+        assert arrays.keys() == usual | more
+        batches = SharedBatches(3, 5, arrays)
+        # No two arrays share memory.
+        values = list(product(range(3), arrays))
+        for value, (number, name) in enumerate(values):
+            batches[number][name][:] = value
+        for value, (number, name) in enumerate(values):
+            array, (dtype, shape) = batches[number][name], arrays[name]
+            assert (array.dtype, array.shape) == (dtype, (5, *shape))
+            assert (array == value).all()
+        batches.close()
 
 
 def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None:

@@ -74,6 +74,20 @@ def test_folder_named_by_an_environment_variable_is_listed(
     assert [shard["samples"] for shard in json.loads(to.read_text())["shards"]] == SIZES
 
 
+def test_special_characters_of_a_key_are_part_of_it(
+    s3: Proxy, folder: Path, tmp_path: Path
+) -> None:
+    odd = folder.parent / "run #1?"
+    folder.rename(odd)
+    (odd / "00000.tar").rename(odd / "#0?.tar")
+    to, shards = tmp_path / "m.json", "s3://bucket/run #1?/*.tar"
+    assert run(shards, "--to", to, "--cache", tmp_path / "cache", "--workers", 0) == 0
+    (source,) = load_sources(remote(shards, to, tmp_path / "cache"))
+    assert source.sizes == SIZES
+    with source._open_cache().open(0) as file:
+        assert file.read() == (odd / "#0?.tar").read_bytes()
+
+
 def test_missing_shards_are_left_out_on_request(
     s3: Proxy, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,8 @@ from helpers.web import Server, serve
             "pipe:curl -s 's3://b/x/0.tar' | cat",
         ),
         ("pipe:cat /x/one.tar", ["one.tar"], "pipe:cat /x/one.tar"),
+        ("s3://b/x/#{0..1}?.tar", ["#0?.tar", "#1?.tar"], "s3://b/x/#0?.tar"),
+        ("gs://b/run #1?/{0..1}.tar", ["0.tar", "1.tar"], "gs://b/run #1?/0.tar"),
         ("http://h/get?part={0..1}&key=k", ["0", "1"], "http://h/get?part=0&key=k"),
         ("pipe:get --id {0..1} --key SECRET", ["0", "1"], "pipe:get --id 0 --key SECRET"),
         ("pipe:zcat /d/{0..1}.tgz;true KEY", ["0.tgz", "1.tgz"], "pipe:zcat /d/0.tgz;true KEY"),
@@ -178,6 +180,34 @@ def test_patterns_lists_and_file_urls_name_local_shards(tmp_path: Path) -> None:
     assert find_shards(f"file://{tmp_path}/a", remote) == find_shards(f"{tmp_path}/a", remote)
     with pytest.raises(ValueError, match="no file matches"):
         find_shards(f"{tmp_path}/c*/*.tar", remote)
+
+
+def test_pattern_in_a_folder_with_brackets_matches(tmp_path: Path) -> None:
+    write_shards(tmp_path / "set[1]?", [3, 4])
+    assert find_shards(f"{tmp_path}/set[1]?/*.tar", RemoteSettings()).names == (
+        "00000.tar",
+        "00001.tar",
+    )
+    known = ["a[1]/0.tar", "a1/0.tar"]
+    assert find_shards("s3://b/*[1]/*.tar", RemoteSettings(), known).names == ("a[1]/0.tar",)
+
+
+def test_link_to_a_shard_does_not_count_it_twice(tmp_path: Path) -> None:
+    write_shards(tmp_path / "v2", [3, 4])
+    (tmp_path / "latest").symlink_to(tmp_path / "v2")
+    (tmp_path / "some.txt").write_text("v2/00000.tar\nlatest/00000.tar\n")
+    remote, words = RemoteSettings(), r"is named twice: \w+/0000[01]\.tar is the same file"
+    for text in (
+        f"{tmp_path}/*/*.tar",
+        f"{tmp_path}/{{v2,latest}}/00000.tar",
+        f"{tmp_path}/some.txt",
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_shards(text, remote)
+    assert find_shards(f"{tmp_path}/latest", remote).names == ("00000.tar", "00001.tar")
+    (tmp_path / "v2" / "last.tar").symlink_to("00001.tar")
+    with pytest.raises(ValueError, match="is named twice: "):
+        find_shards(f"{tmp_path}/v2", remote)
 
 
 def test_text_file_of_urls_has_names_without_secrets(tmp_path: Path) -> None:

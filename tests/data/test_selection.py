@@ -168,6 +168,11 @@ def test_columns_of_a_csv_are_compared_as_text() -> None:
     assert _passes(b"3", {"in": [1, 2, 3]})
     assert not _passes(b"4", {"in": [1, 2, 3]})
     assert _passes(3, {"in": [1, 2, 3]})
+    # An empty cell is a missing field, so its row is dropped, unless the rule names empty cells.
+    assert not _passes(b"", {"min": 0.3})
+    assert not _passes("", {"max": 1})
+    assert not _passes(b"", {"in": ["a"], "min": 0.3})
+    assert _passes(b"", {"in": ["", "a"]})
 
 
 def test_whole_shards_are_dropped(folder: Path) -> None:

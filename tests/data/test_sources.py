@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from itertools import takewhile
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from disco_ds.checkpoints.changes import refuse_changes
-from disco_ds.checkpoints.checkpoint import identity
+from disco_ds.checkpoints.resume import identity_of, refuse_changes
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Source, load_sources, merge_states
 from disco_ds.data.order import mix_sources
 from helpers.minimal import MINIMAL
+from helpers.paths import ROOT
 from helpers.shards import color, make_loader, read_global, read_step, settings, write_shards
 
 A, B, C = [17, 30, 9, 25], [13, 20, 22], [10, 12]
@@ -141,7 +142,7 @@ def test_resume_names_what_changed_of_the_sources() -> None:
         config = check_config(
             {**MINIMAL, "data": {"sources": list(sources)}, "deepspeed": {}}, "test"
         )
-        return identity(config, "same", {})
+        return identity_of(config, "same", {})
 
     before = known({"shards": "a", "weight": 2.0}, {"shards": "b", "weight": 1.0})
     refuse_changes(
@@ -248,7 +249,7 @@ def test_csv_rows_are_samples_and_ids(tmp_path: Path, separator: str) -> None:
     loader = make_loader(found, data, batch=16)
     broken = [name for _ in range(2) for name in read_step(loader).broken]
     loader.close()
-    assert broken[0].startswith("pairs.csv/row 7: ")
+    assert broken[0].startswith("pairs.csv/line 16: ")
     assert "images/7.png cannot be read" in broken[0]
 
 
@@ -272,19 +273,51 @@ def test_csv_odd_rows_cost_a_sample_each(tmp_path: Path) -> None:
     text = path.read_bytes().replace(b"filepath", b"\xef\xbb\xbffilepath", 1)
     rows = b"\n\r\nimages/1.png\timages/1.png\xff\nimages/1.png\n"
     rows += b'images/1.png\t1\tno quotes\tcut\nimages/1.png\t1\t"a \\"big\\" dog"\n'
-    path.write_bytes(text + rows + b"images/1.png\t1\tan empty value\t\n")
+    path.write_bytes(text + rows + b"images/1.png\t1\tan empty value\t\n \t1\t\n")
     data = settings(path, slots=1, **CSV)
     (table,) = load_sources(data)
-    assert sum(table.sizes) == 25
+    assert sum(table.sizes) == 26
     loader = make_loader([table], data, batch=20)
     broken = [name for _ in range(2) for name in read_step(loader).broken]
     reasons = " ".join(broken)
     loader.close()
-    assert "row 20: the row cannot be read: 'utf-8' codec" in reasons
-    assert "row 21: caption '{title}': KeyError: 'title'; the sample has filepath" in reasons
-    assert "row 22: the row has 4 values, but there are 3 columns; quote the caption" in reasons
-    assert "row 23: the row cannot be read: '\\t' expected after '\"'; quote the caption" in reasons
-    assert not any("row 24" in name for name in broken)
+    assert "line 44: the row cannot be read: 'utf-8' codec" in reasons
+    assert "line 45: caption '{title}': KeyError: 'title'; the sample has filepath" in reasons
+    assert "line 46: the row has 4 values, but there are 3 columns; quote the caption" in reasons
+    assert (
+        "line 47: the row cannot be read: '\\t' expected after '\"'; quote the caption" in reasons
+    )
+    assert "line 49: its filepath is empty" in reasons
+    assert not any("line 48" in name for name in broken)
+
+
+def test_csv_row_that_is_broken_is_reported_in_the_first_epoch_only(tmp_path: Path) -> None:
+    data = settings(write_table(tmp_path, 20, missing=7), slots=2, workers=1, **CSV)
+    loader = make_loader(load_sources(data), data, batch=16)
+    steps = [read_step(loader) for _ in range(24)]
+    loader.close()
+    assert not any(
+        step.error for step in steps
+    )  # 19 epochs: more than the limit of broken samples, counted repeatedly
+    (broken,) = [name for step in steps for name in step.broken]
+    assert broken.startswith("pairs.csv/line 16: ")
+
+
+def test_csv_is_split_as_the_manual_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    rows = [f'{i % 180}.png,"title {i % 97}, {i % 97}"' for i in range(300)]
+    Path("pairs.csv").write_text("\n".join(["filepath,title", *rows]))
+    exec(code, {})
+    train, val = (
+        list(csv.reader(Path(name).read_text().splitlines()))[1:]
+        for name in ("train.csv", "val.csv")
+    )
+    assert len(val) > 20
+    assert len(train) > 200
+    for column in range(2):
+        assert not {row[column] for row in train} & {row[column] for row in val}
 
 
 def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
@@ -300,12 +333,12 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
     [
         (None, CSV, "No such file"),
         ("filepath\ttitle\n", CSV, "no rows"),
-        ("", CSV, "data.captions and data.group_by name title"),
-        ("filepath\ttitle\na\tb\n", {}, "data.captions and data.group_by name txt"),
+        ("", CSV, "has no column title; its columns: "),
+        ("filepath\ttitle\na\tb\n", {}, "has no column txt; its columns: filepath, title"),
         (
             "filepath\ttitle\na\tb\n",
             {"captions": {"{title}": 1}},
-            "data.image_key is jpg;jpeg;png;webp",
+            "has no column jpg;jpeg;png;webp",
         ),
         ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "a.png"),
         ("filepath,title,title\na.png,b,c\n", CSV, "several columns named title"),

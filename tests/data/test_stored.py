@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchvision.transforms import InterpolationMode, functional
 
 from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import (
+    BrokenSample,
     ImageSpec,
     InputSpec,
     Loader,
@@ -280,13 +282,33 @@ def test_code_in_a_pickle_does_not_run(save: Any, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
-def test_captions_are_numbered_in_the_order_of_the_templates() -> None:
-    members = {"txt": b"t", "json": b'{"a": ["x", "y", "z"], "n": null}'}
-    weights = {"{json[a][*]}": 1.0, "{json[n]}": 5.0, "{json[n]|txt}!": 2.0}
-    assert list_captions(weights, members) == ["x", "y", "z", "t!"]
-    for uniform, item in ((0.0, 0.0), (0.1, 0.5), (0.05, 0.99), (0.9, 0.3)):
+@pytest.mark.parametrize(
+    ("a", "weights", "captions"),
+    [
+        (
+            '["x", "y", "z"]',
+            {"{json[a][*]}": 1.0, "{json[n]}": 5.0, "{json[n]|txt}!": 2.0},
+            ["x", "y", "z", "t!"],
+        ),
+        ('["x", " ", null]', {"{json[a][*]|json[b][*]}": 1.0}, ["x", "p", "q", "p", "q"]),
+        ('[null, "y"]', {"{json[a][*]}": 1.0, "{txt}": 1.0}, ["y", "t"]),
+        ("[]", {"{json[a][*]|json[b][*]}": 1.0}, ["p", "q"]),
+        ('["x", "y"]', {"{json[a][*]} {json[b][*]}": 1.0}, ["x p", "x q", "y p", "y q"]),
+    ],
+)
+def test_captions_are_numbered_in_the_order_of_the_templates(
+    a: str, weights: dict[str, float], captions: list[str]
+) -> None:
+    """Null and blank items of a list have no caption of their own, whichever item is drawn."""
+    members = {"txt": b"t", "json": b'{"a": %s, "b": ["p", "q"], "n": null}' % a.encode()}
+    assert list_captions(weights, members) == captions
+    chosen = set()
+    for uniform, item in product(np.linspace(0, 0.99, 9), np.linspace(0, 0.99, 25)):
+        try:
+            text = pick_caption(weights, members, uniform, item)
+        except BrokenSample:
+            continue
         number, count = number_caption(weights, members, uniform, item)
-        assert count == 4
-        assert list_captions(weights, members)[number] == pick_caption(
-            weights, members, uniform, item
-        )
+        assert (captions[number], count) == (text, len(captions))
+        chosen.add(number)
+    assert len(chosen) == len(captions)

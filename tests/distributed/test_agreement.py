@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -11,8 +13,8 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
-from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement, find_differences
+from disco_ds.distributed import comm, hosts
+from disco_ds.distributed.hosts import check_agreement, check_code, find_differences
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
 from helpers.tiny_run import recipe, refused
@@ -41,7 +43,7 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
     host = socket.gethostname()
     zero, one = (f"on {host} (rank {number})" for number in range(2))
     shards, stage, kinds, many = (said.split("\n  ") for said in first)
-    assert shards[0] == "the ranks were given different settings:"
+    assert shards[0] == "the ranks have different settings:"
     assert shards[1].startswith(
         f'data.shards: "/data/Fü0.tar" {zero}; "/data/Fü1.tar" {one}\nthe remote shell expands'
     )
@@ -51,6 +53,46 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
     assert [line.partition(":")[0] for line in many[1:]] == [
         f"key-{number}" for number in range(1, 9)
     ]
+
+
+class LogCapture(logging.Handler):
+    """Collects the warnings of this process."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+    def __enter__(self) -> LogCapture:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
+def differing_code(folder: Path) -> list[str]:
+    version = metadata.version
+    with pytest.MonkeyPatch.context() as patch, LogCapture() as log:
+        patch.setattr(metadata, "version", lambda name: f"{version(name)}.{name}-{comm.rank()}")
+        check_code()
+        patch.setattr(hosts, "PACKAGE", folder / str(comm.rank()))
+        with pytest.raises(ValueError) as caught:
+            check_code()
+    return [str(caught.value), log.text]
+
+
+def test_ranks_that_run_different_code_are_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "slots.py").write_text(f"{number}")
+    (said, warned), (other, silent) = run_ranks(differing_code, 2, tmp_path)
+    assert said == other
+    assert said.startswith("the ranks have different code:\n  disco_ds: ")
+    assert f"on {socket.gethostname()} (rank 1)" in said
+    assert said.endswith("install the same code on all hosts")
+    assert "different libraries: deepspeed: " in warned
+    assert not silent
 
 
 def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
@@ -80,6 +122,28 @@ def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
     assert [path.name for path in recipe.parent.iterdir()] == [recipe.name], (
         "no run folder may be created"
     )
+
+
+def start_where_rank_1_has_no_recipe(recipe: Path, command: str) -> int:
+    known = recipe if os.environ["RANK"] == "0" else recipe.with_name("missing.yaml")
+    words = (
+        ["train"]
+        if command == "train"
+        else ["eval", "runs/none", "eval.labeled.unseen=bundled:emoji/unseen"]
+    )
+    return main([*words, "--config", str(known)])
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_recipe_that_only_one_rank_cannot_read_ends_all_ranks(
+    recipe: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes = run_ranks(start_where_rank_1_has_no_recipe, 2, recipe, command, joined=False)
+    said = capfd.readouterr().out
+    assert codes == [2, 2], said
+    assert said.count("error on") == 1
+    assert "(rank 1)" in said
+    assert "missing.yaml" in said
 
 
 def build_in_own_folder(folder: Path) -> str:

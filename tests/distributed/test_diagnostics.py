@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_ds.distributed import comm, diagnostics
+from disco_ds.distributed import comm, heartbeat
 from helpers.dist import run_ranks
 
 dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_file", None)
@@ -25,8 +25,8 @@ def test_stacks_name_every_thread(tmp_path):
 
 
 def write_stacks(folder: Path) -> None:
-    diagnostics.write_diagnostics(folder, 3)
-    diagnostics.cancel_end()
+    heartbeat.write_diagnostics(folder, 3)
+    heartbeat.cancel_end()
 
 
 def test_folder_that_cannot_be_written_is_no_reason_to_stay(tmp_path):
@@ -35,7 +35,7 @@ def test_folder_that_cannot_be_written_is_no_reason_to_stay(tmp_path):
 
 
 def test_process_ends_while_python_is_blocked():
-    blocked = "import ctypes; from disco_ds.distributed.diagnostics import end_process_after as end; end(1); "
+    blocked = "import ctypes; from disco_ds.distributed.heartbeat import end_process_after as end; end(1); "
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", blocked + "ctypes.PyDLL(None).sleep(60)"], capture_output=True
@@ -47,7 +47,7 @@ def test_process_ends_while_python_is_blocked():
 
 def test_users_own_settings_of_the_recorder_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/own/file_")
-    diagnostics.dump_records_to(tmp_path)
+    heartbeat.dump_records_to(tmp_path)
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "/own/file_"
 
 
@@ -56,13 +56,13 @@ def test_torch_asks_for_the_name_of_its_file_when_it_writes(tmp_path):
     """The run folder is set after process groups exist, but torch must use it. gloo's record stands for NCCL's."""
     run_ranks(write_record, 2, tmp_path)
     for rank in range(2):
-        record = pickle.loads((tmp_path / f"{diagnostics.TRACE}{rank}").read_bytes())
+        record = pickle.loads((tmp_path / f"{heartbeat.TRACE}{rank}").read_bytes())
         assert any("all_reduce" in entry["profiling_name"] for entry in record["entries"])
 
 
 def write_record(folder: Path) -> None:
     comm.all_reduce_sum(torch.ones(2))
-    diagnostics.dump_records_to(folder)
+    heartbeat.dump_records_to(folder)
     dump(comm.rank())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disco_ds.distributed import comm
-from disco_ds.distributed.host_share import share_host
+from disco_ds.distributed.hosts import share_host
 from helpers.dist import run_ranks
 
 

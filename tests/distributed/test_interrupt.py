@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.distributed import interrupt
-from disco_ds.distributed.interrupt import SIGNALS, Interrupts
+from disco_ds.distributed import launcher
+from disco_ds.distributed.launcher import SIGNALS, Interrupts
 from helpers.launched import hear_interrupts
 
 
@@ -66,11 +66,11 @@ def test_interrupt_whose_terminal_is_gone_asks_all_the_same(
 
 AGAIN = f"""
 import os, signal, time
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed.launcher import Interrupts
 interrupts = Interrupts()
 interrupts.listen()
 os.kill(os.getpid(), signal.SIGINT)
-time.sleep({interrupt.ONE_INTERRUPT_S} + 0.2)
+time.sleep({launcher.ONE_INTERRUPT_S} + 0.2)
 print(interrupts.asked, flush=True)
 os.kill(os.getpid(), signal.SIGINT)
 print("not reached")

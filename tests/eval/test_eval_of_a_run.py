@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from disco_ds.checkpoints.retention import find_latest
+from disco_ds.checkpoints.keep import find_latest
 from disco_ds.config import load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.distributed import comm

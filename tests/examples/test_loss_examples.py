@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, Teacher
-from disco_ds.models.fast import replace_parts
+from disco_ds.models.fast.replace import replace_parts
 from disco_ds.training.custom_loop import contrastive_step
 from examples.reference_loss import ReferenceLoss
 from examples.two_captions import CaptionsLoss, encode

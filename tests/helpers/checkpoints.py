@@ -9,27 +9,22 @@ from typing import Any
 
 import torch
 
-from disco_ds.checkpoints.background_save import Save
-from disco_ds.checkpoints.checkpoint import (
-    RunState,
-    _rng_state,
-    identity,
-    shape,
-    start_save,
-)
-from disco_ds.checkpoints.retention import FORMAT, seal
+from disco_ds.checkpoints.checkpoint import read_rng
+from disco_ds.checkpoints.keep import FORMAT, seal
+from disco_ds.checkpoints.resume import identity_of, shape_of
+from disco_ds.checkpoints.save import RunState, Save, start_save
 from disco_ds.distributed import jobs
 from disco_ds.runs.run_folder import CHECKPOINTS, META
 from helpers.towers import TINY, tiny_config
 
 
 def identify(fingerprint: str = "abc", **changes: Any) -> dict[str, Any]:
-    return identity(
+    return identity_of(
         tiny_config("tiny", {"zero_optimization": {"stage": 1}}, **changes), fingerprint, TINY
     )
 
 
-SHAPE = shape(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
+SHAPE = shape_of(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
 
 
 def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
@@ -38,7 +33,7 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
     (path / "engine").mkdir(parents=True)
     (path / "engine" / "weights.pt").write_bytes(b"0123456789")
     for rank in range(ranks):
-        state = {"rng": _rng_state(), "data": {"rank": rank}, "loss": torch.arange(rank)}
+        state = {"rng": read_rng(), "data": {"rank": rank}, "loss": torch.arange(rank)}
         torch.save(state, path / f"rank_{rank:05d}.pt")
     describe(
         path,
@@ -70,7 +65,7 @@ def finish(save: Save) -> Path:
     complete = False
     while not complete:
         jobs.wait_for_all(save.job, f"saving {save.final}")
-        complete = save.advance(tidy=lambda: None)
+        complete = save.advance()
     return save.final
 
 

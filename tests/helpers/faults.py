@@ -47,7 +47,7 @@ def poisoned(kinds: dict[int, str]) -> At:
     return at
 
 
-def failure(config: Config, at: At, kind: type[Exception]) -> str:
+def failure(config: Config, at: At, kind: type[comm.AgreedError] = comm.AgreedError) -> str:
     """Train until the run fails with an error of this type. Return its message, which must be equal on all ranks."""
     with ExitStack() as stack, pytest.raises(kind) as caught:
         train(start(config, at, stack))

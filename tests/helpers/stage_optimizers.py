@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed.launcher import Interrupts
 
 
 def make_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -17,7 +17,6 @@ from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
-from disco_ds.training.step import StopError
 from helpers.towers import BPE_SIZE, write_tiny
 
 
@@ -73,8 +72,8 @@ def refused(config: Config, resume: str | None = None) -> str:
 
 
 def stopped(config: Config) -> str:
-    """Train until the run stops with StopError. Return the message, which must be equal on all ranks."""
-    with ExitStack() as stack, pytest.raises(StopError) as caught:
+    """Train until the run stops with an AgreedError. Return the message, which must be equal on all ranks."""
+    with ExitStack() as stack, pytest.raises(comm.AgreedError) as caught:
         train(build(config, None, stack))
     said = comm.gather_objects(str(caught.value))
     assert len(set(said)) == 1, said

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-from disco_ds.checkpoints.background_save import Save
-from disco_ds.checkpoints.checkpoint import identity, shape
-from disco_ds.checkpoints.retention import FORMAT
+from disco_ds.checkpoints.keep import FORMAT
+from disco_ds.checkpoints.resume import identity_of, shape_of
+from disco_ds.checkpoints.save import Save
+from disco_ds.config import Tree
 from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.checkpoints import finish
@@ -36,15 +37,17 @@ def write_run(
     final = folder / CHECKPOINTS / f"step-{step:08d}"
     partial = final.with_name(".partial")
     (partial / "engine").mkdir(parents=True)
-    same = identity(config, "abc", read_architecture(config.model))
+    same = identity_of(config, "abc", read_architecture(config.model))
     meta = {
         "format": FORMAT,
         "step": step,
         "num_steps": 9,
         "identity": same,
-        "shape": shape(config, 1),
+        "shape": shape_of(config, 1),
     }
-    states = {partial / "engine" / "mp_rank_00_model_states.pt": {"module": model.state_dict()}}
+    optimizer: Tree = {"state": {}, "param_groups": [{"names": []}]}
+    content = {"module": model.state_dict(), "optimizer": optimizer, "param_shapes": None}
+    states = {partial / "engine" / "mp_rank_00_model_states.pt": content}
     save = Save(final, partial, meta, states)
     save.start()
     return finish(save)

@@ -19,7 +19,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
-from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.distributed.launcher import adopt_slurm
 from disco_ds.launch.launcher import (
     Signals,
     describe_cpu,
@@ -44,7 +44,7 @@ print({says!r}, file=sys.stderr, flush=True)
 
 WATCH = """
 import os, resource, subprocess
-from disco_ds.distributed.watchdog import _end_after
+from disco_ds.distributed.launcher import _end_after
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
 front = subprocess.Popen({command!r}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -58,7 +58,7 @@ def test_a_loss_scale_saves_small_fp16_gradients(name):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("scalars", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)])
 def test_a_scale_of_16_bits_loses_nothing(name, scalars, limit):
-    """With 1,000 pairs, scale / batch has no exact 16-bit value. Divided by Tiling.gain, it would even be 0 in fp16."""
+    """With 1,000 pairs, scale / batch has no exact 16-bit value. Divided by underflow_scale, it would be 0 in fp16."""
     rows = features(1000, 16, torch.float32)
     true = gradients(name, rows, torch.float64, torch.float64, scale=8.0)
     found = gradients(name, rows, torch.float32, scalars, scale=8.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disco_ds.losses import Embeddings, build_loss
-from disco_ds.losses.kernels import Tiling
+from disco_ds.losses.kernels.tiles import Tiling
 from tools.check import precision as tool
 
 AUTO = next(name for name in tool.OURS if name.endswith("(auto on a GPU)"))

@@ -18,7 +18,6 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings
 from disco_ds.metrics import step_metrics
 from disco_ds.metrics.logger import METRICS_FILE, MetricsLogger, rewind_tensorboard
-from disco_ds.metrics.report import write_report
 from disco_ds.metrics.step_metrics import LogPoint, digest
 from helpers.dist import run_ranks
 from helpers.paths import ROOT
@@ -130,7 +129,7 @@ def test_log_writes_a_record_on_the_samples_axis(
     metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, plain(32, 40))
     metrics.log(point(10, torch.arange(32), broken=3))
     metrics.log(point(20, torch.arange(32, 64), grad_norm=None))
-    metrics.note(20, {"eval/validation_top1": 0.75})
+    metrics.write_values(20, {"eval/validation_top1": 0.75})
     metrics.close()
     metrics.close()
     first, second, third = read(tmp_path)
@@ -202,8 +201,8 @@ def test_evaluation_at_the_checkpoint_is_dropped_only_if_it_is_repeated(tmp_path
     write(tmp_path, lines)
     metrics = MetricsLogger(tmp_path, {}, plain(8, 40, 20))
     assert len(read(tmp_path)) == 2
-    metrics.note(20, {"eval/x_top1": 0.5})
-    metrics.note(25, {"eval/x_top1": 0.75})
+    metrics.write_values(20, {"eval/x_top1": 0.5})
+    metrics.write_values(25, {"eval/x_top1": 0.75})
     metrics.close()
     assert [(x["step"], x.get("eval/x_top1")) for x in read(tmp_path)] == [
         (20, None),
@@ -243,7 +242,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
         metrics = MetricsLogger(tmp_path, {"TensorBoard": write}, plain(8, 40, first_step))
         for step in steps:
             metrics.log(point(step, torch.arange(8)))
-            metrics.note(step, {"eval/top1": step / 100})
+            metrics.write_values(step, {"eval/top1": step / 100})
         metrics.close()
         board.summary_writer.close()
     points = EventAccumulator(str(tmp_path / "points")).Reload()
@@ -261,7 +260,7 @@ def test_records_wait_for_room_on_the_disk(
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
         metrics.log(point(10, torch.arange(8)))
-        metrics.note(10, {"eval/top1": 0.5})
+        metrics.write_values(10, {"eval/top1": 0.5})
         assert (tmp_path / METRICS_FILE).stat().st_size == 10
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -282,7 +281,7 @@ def test_full_disk_does_not_end_a_resumed_run(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        metrics.note(10, {"eval/top1": 0.5})
+        metrics.write_values(10, {"eval/top1": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "File too large" in caplog.text
@@ -302,7 +301,7 @@ def test_a_monitor_that_cannot_write_costs_the_others_nothing(
         tmp_path, {"TensorBoard": fail, "csv_monitor": kept.extend}, plain(8, 40)
     )
     for step in (1, 2):
-        metrics.note(step, {"eval/top1": 0.5})
+        metrics.write_values(step, {"eval/top1": 0.5})
     metrics.close()
     assert kept == [("eval/top1", 0.5, 8), ("eval/top1", 0.5, 16)]
     assert (
@@ -340,7 +339,7 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
     entry, loss = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"`(Metric\(\"pair_cosine\".*\))`", text)
     added = [eval(each, {"Metric": step_metrics.Metric}) for each in (entry, shown)]
-    for module in ("step_metrics", "logger", "report"):
+    for module in ("step_metrics", "logger"):
         monkeypatch.setattr(f"disco_ds.metrics.{module}.METRICS", (*step_metrics.METRICS, *added))
     namespace: dict[str, Any] = {}
     exec(loss, namespace)
@@ -358,9 +357,3 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
     assert ("train/temperature", pytest.approx(1 / 14), 4) in events
     assert "temperature 0.0714" in (line := capsys.readouterr().out)
     assert "cosine 0.500" in line
-    labels: list[str] = []
-    monkeypatch.setattr(
-        "disco_ds.metrics.report.finish_axes", lambda axes, label: labels.append(label)
-    )
-    write_report(tmp_path)
-    assert "temperature" in labels

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from disco_ds.config import ModelSettings
 from disco_ds.distributed import comm
-from disco_ds.metrics.timers import Phases
+from disco_ds.metrics.step_metrics import Phases
 from disco_ds.models.clip import build_model
 from disco_ds.models.flops import count_flops, peak_samples_per_s
 from disco_ds.models.gpus import recognize

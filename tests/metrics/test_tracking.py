@@ -15,14 +15,15 @@ import numpy
 import pytest
 import yaml
 
+from disco_ds.checks.recipe import check_start
+from disco_ds.checks.report import examine
 from disco_ds.cli.main import main
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.doctor import examine
-from disco_ds.doctor.recipe_checks import check_start
+from disco_ds.distributed.comm import AgreedError, RefusedError
 from disco_ds.metrics.report import EXAMPLES
 from disco_ds.metrics.tracking import WANDB_ID, check_packages
-from disco_ds.run import RefusedError, run_training
+from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.dist import run_ranks
 from helpers.launched import records
@@ -243,7 +244,7 @@ def troubles(path: Path, folder: Path) -> None:
         train(path, problem="no key")
     assert set(run.parent.iterdir()) == before
 
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(AgreedError):
         train(path, "optim.lr=1e20", "steps=20")
     assert called()[-1] == {"kind": "finish", "exit_code": 1}
 

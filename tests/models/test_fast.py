@@ -23,9 +23,9 @@ from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import Texts, build_model, read_preprocessing
-from disco_ds.models.fast import describe_parts, find_counter, replace_parts
 from disco_ds.models.fast.attention import Block, Patches, sequence_attention
-from disco_ds.models.fast.texts import MAX_ROWS, fits_kernels, pack
+from disco_ds.models.fast.replace import describe_parts, replace_parts
+from disco_ds.models.fast.texts import MAX_ROWS, find_counter, fits_kernels, pack
 from disco_ds.models.flops import count_flops
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step

@@ -14,10 +14,9 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision import transforms
 
 from disco_ds.config import ModelSettings
-from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.models.clip import read_text_size
 from helpers.models import build, one_batch, write_resnet
 from helpers.towers import CONTEXT, TINY, VOCABULARY, write_tiny
 
@@ -58,21 +57,6 @@ def test_forward_gives_unit_rows_for_what_is_asked(tiny: str) -> None:
         assert features[2].requires_grad
 
 
-def test_forward_is_open_clips_own_features(tiny: str) -> None:
-    model = build(tiny).eval()
-    image, text = one_batch()
-    mean, std = model.visual.image_mean, model.visual.image_std
-    pixels = transforms.Normalize(mean, std)(image.float() / 255)
-    rows, columns, scale, _ = model(image, text)
-    torch.testing.assert_close(
-        rows, model.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        columns, model.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6
-    )
-    assert torch.equal(scale, model.logit_scale.exp())
-
-
 def test_images_on_the_cpu_are_contiguous(tiny: str) -> None:
     """On channels_last images, the backward of strided 1x1 convolutions in oneDNN 3.12 corrupts memory."""
     model: Any = build(tiny)
@@ -80,20 +64,6 @@ def test_images_on_the_cpu_are_contiguous(tiny: str) -> None:
     model.visual.conv1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(one_batch()[0].to(memory_format=torch.channels_last))
     assert seen[0].is_contiguous()
-
-
-def test_forward_normalizes_with_the_models_own_mean_and_std(tmp_path: Path) -> None:
-    model = build("quickstart").eval()
-    preprocessing = read_preprocessing(model)
-    assert preprocessing.size == (32, 32)
-    image = one_batch()[0]
-    seen: list[Tensor] = []
-    model.visual.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model(image)
-    expected = transforms.Normalize(preprocessing.mean, preprocessing.std)(image.float() / 255)
-    torch.testing.assert_close(seen[0], expected, rtol=1e-5, atol=1e-6)
-    assert preprocessing.mean == tuple(model.visual.preprocess_cfg["mean"])
-    assert preprocessing.std == tuple(model.visual.preprocess_cfg["std"])
 
 
 def test_forward_of_bytes_equals_floats_in_0_1(tiny: str) -> None:

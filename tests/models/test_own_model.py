@@ -22,7 +22,7 @@ from disco_ds.models.clip import (
     read_text_size,
     trained_sides,
 )
-from disco_ds.models.fast import find_counter
+from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.param_groups import parameter_groups
 from helpers.minimal import settings
 from helpers.own_code import disco_ds

@@ -20,6 +20,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import ModelSettings, load_config
+from disco_ds.distributed.comm import RefusedError
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -29,7 +30,8 @@ from disco_ds.models.clip import (
     trained_sides,
 )
 from disco_ds.models.pretrained import download_weights, read_overrides, warn_of_random_tower
-from disco_ds.run import RefusedError, run_training
+from disco_ds.run import run_training
+from helpers.models import write_resnet
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
 from helpers.trained import write_run
@@ -270,19 +272,12 @@ def test_a_part_without_a_trained_parameter_runs_in_eval_mode(tiny: str) -> None
 def test_unlocked_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.unlocked_layers needs a locked tower"):
         ModelSettings(unlocked_layers=1)
-    resnet = {
-        "image_size": 32,
-        "layers": [1, 1, 1, 1],
-        "width": 8,
-        "patch_size": None,
-        "head_width": 16,
-    }
-    (tmp_path / "resnet.json").write_text(json.dumps(TINY | {"vision_cfg": resnet}))
+    resnet = write_resnet(tmp_path)
     if open_clip.__version__ < "4":  # later releases can divide a ResNet
         with pytest.raises(
             ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"
         ):
-            build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
+            build(resnet, lock_image=True, unlocked_layers=1)
 
 
 # Preprocessing and activation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,15 @@ from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
 from disco_ds.models.two_towers import TwoTowers
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import list_changes
 from disco_ds.plan.memory import GIB, plan_memory
-from disco_ds.plan.overview import lowest_stage, plan_run
+from disco_ds.plan.overview import list_changes, lowest_stage, plan_run
 from disco_ds.plan.speed import _count_engine, hide, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
-from helpers.towers import batches, prepare, tiny_config, write_tiny
+from helpers.towers import BPE_SIZE, batches, prepare, tiny_config, write_tiny
 from tools.check.memory import measure_towers
 
 CPU = torch.device("cpu")
@@ -380,6 +380,36 @@ def test_fastest_settings_fit_and_may_change_the_zero_stage(tmp_path: Path) -> N
         plan_run(config, 4, "0.001", assumed, "same")
 
 
+def test_higher_zero_stage_is_not_called_faster_if_a_lower_one_fits() -> None:
+    """Without latencies, ZeRO 3 seems faster than ZeRO 1, because all passes hide its communication."""
+    shape = ["ranks=16", "global_batch=4096", "micro_batch=256", "deepspeed=zero1"]
+    config = load_config("vit_b_32_196k", [*shape, "model.activation_checkpointing=false"])
+    assert list_changes(config, plan_run(config, 16, "H100-80G", search="same").config) == []
+
+
+def test_largest_batch_is_at_most_the_run(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [200, 312]).folder
+    data = {"source": "shards", "shards": str(shards), "image_key": "png"}
+    changes = {"steps": None, "epochs": 2.0, "optim__warmup_steps": 2000, "data": data}
+    config = tiny(tmp_path, deepspeed=AUTOCAST, **changes)
+    plan = plan_run(config, 4, "H200", search="largest")
+    assert 900 < plan.config.global_batch <= 1024
+    assert plan.config.optim.warmup_steps == 0, "the run has a single step"
+
+
+def test_mean_length_of_texts_follows_the_weights_of_the_sources(tmp_path: Path) -> None:
+    sources = []
+    for name, words, weight in (("short", 1, 0.95), ("long", 4, 0.05)):
+        text = " ".join(["dog"] * words).encode()
+        write_shards(tmp_path / name, [20], lambda index, sample, text=text: sample | {"txt": text})
+        sources.append({"shards": str(tmp_path / name), "weight": weight})
+    data = {"source": "shards", "sources": sources, "image_key": "png"}
+    found = plan_run(tiny_config(write_tiny(tmp_path, BPE_SIZE), AUTOCAST, data=data)).assumed
+    # With the begin and end tokens, the texts have 3 and 6 tokens.
+    assert found.text_tokens == pytest.approx(0.95 * 3 + 0.05 * 6)
+    assert found.text_deviation == pytest.approx(3 * (0.95 * 0.05) ** 0.5)
+
+
 def test_plan_counts_the_samples_of_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,7 +417,9 @@ def test_plan_counts_the_samples_of_the_manifest(
     data = f"data={{shards: {folder}, image_key: png}}"
     argv = command(tmp_path, "samples=null", "epochs=100", "optim.warmup_steps=10", data)
     assert run(argv, monkeypatch) == 0
-    assert "200 steps, " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "200 steps, " in out
+    assert re.search(r"the data workers must deliver [\d,]+ images/s on each host", out)
 
 
 def test_plan_says_what_does_not_fit(

@@ -219,17 +219,17 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
     assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
     # Records that cannot be written are written later, in order.
     metrics = MetricsLogger(full_disk, {}, plain(4, 10))
-    metrics.note(1, {"a": 1.0})
+    metrics.write_values(1, {"a": 1.0})
     ballast = full_disk / "ballast"
     with suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(512)):
             pass
     values = {f"value {number}": float(number) for number in range(1000)}
-    metrics.note(2, values)
+    metrics.write_values(2, values)
     assert [record["step"] for record in read_records(full_disk / METRICS_FILE)[0]] == [1]
     ballast.unlink()
-    metrics.note(3, {})
-    metrics.note(3, {"a": 3.0})
+    metrics.write_values(3, {})
+    metrics.write_values(3, {"a": 3.0})
     assert [
         json.loads(line)["step"] for line in (full_disk / METRICS_FILE).read_text().splitlines()
     ] == [1, 2, 3]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.runs.run_log import LOG, note, say, write_log
+from disco_ds.runs.run_log import LOG, log_only, say, write_log
 from helpers.own_code import disco_ds
 from helpers.tiny_run import recipe
 
@@ -22,8 +22,8 @@ def test_log_has_what_is_said_and_warned_of_with_the_time(
         assert not (tmp_path / LOG).exists()
         say("step 1")
         logging.getLogger("disco_ds.some.module").warning("a shard is gone")
-        note("the end")
-        note("asked to stop", logging.INFO)
+        log_only("the end")
+        log_only("asked to stop", logging.INFO)
     say("afterwards")
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
     lines = (tmp_path / LOG).read_text().splitlines()

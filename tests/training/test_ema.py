@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.checkpoints.export import export_run
-from disco_ds.checkpoints.retention import find_latest
+from disco_ds.checkpoints.keep import find_latest
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.distributed import comm

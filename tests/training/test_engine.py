@@ -217,9 +217,8 @@ def engine_changes(name: str, stage: int, model_file: str) -> list[dict[str, Ten
     for lr in STEPS:
         before = masters(engine)
         set_lr(engine, lr)
-        norm = backward_and_step(engine, (surrogate(engine, comm.rank()) for _ in range(1)))
-        assert norm is not None
-        assert 0 < norm.item() < math.inf
+        update = backward_and_step(engine, (surrogate(engine, comm.rank()) for _ in range(1)))
+        assert 0 < update.norm.item() < math.inf
         after = masters(engine)
         changes.append({key: after[key] - before[key] for key in LOOKED_AT})
     engine.destroy()
@@ -283,6 +282,14 @@ def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
             torch.testing.assert_close(
                 model.get_parameter(name).detach(), before[name] * (1 - 0.5 * decay)
             )
+
+
+def test_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(write_tiny(tmp_path), {})
+    model = build_model(config.model)
+    model.visual.gain = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ValueError, match=r"cannot train visual.gain, .* give it the shape \[1\]"):
+        build_engine(model, config.optim, render_ds_config(config, 1))
 
 
 # The reduction of gradients

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.checkpoint import read
 from disco_ds.config import OptimSettings, load_config, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
@@ -204,9 +204,7 @@ def test_passed_over_batches_and_resumed_runs(tmp_path):
     shutil.rmtree(cut / CHECKPOINTS / "step-00000006")
     run_ranks(resumed, 1, path, "fastclip_v2")
     ((alone,), pair) = (
-        list(
-            checkpoint.read(tmp_path / "runs" / name / CHECKPOINTS / "step-00000006").states("loss")
-        )
+        list(read(tmp_path / "runs" / name / CHECKPOINTS / "step-00000006").states("loss"))
         for name in ("cut", "whole")
     )
     for rank, part in enumerate(pair):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
-from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.losses import Embeddings, LossOutput, build_loss
 from disco_ds.training.grad_accum import (
     MicroFeatures,
     Rng,
@@ -71,6 +72,38 @@ def test_snapshot_restores_buffers_and_random_numbers() -> None:
     before.restore()
     assert not model.running_mean.any()
     assert torch.equal(torch.randn(3), drawn)
+
+
+def test_snapshot_leaves_out_expanded_buffers() -> None:
+    model = nn.Module()
+    model.register_buffer("ids", torch.zeros(1, dtype=torch.int64).expand(3))
+    Snapshot(model).restore()
+
+
+def test_forward_that_uses_a_buffer_that_it_changes_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), spectral_norm(nn.Linear(4, 4)))
+    before = Snapshot(model)
+    model[0](torch.randn(8, 4))
+    before.warn_of_changed_buffers(model)
+    assert not caplog.text
+    model(torch.randn(8, 4))
+    before.warn_of_changed_buffers(model)
+    assert "changes the buffer 1.parametrizations.weight.0._u" in caplog.text
+
+
+def test_gradient_at_fp16_features_is_not_rounded() -> None:
+    """Without a loss scale, the gradient of most pairs of a large batch is too small for fp16."""
+    rows = F.normalize(torch.randn(2, 512, 16, generator=torch.Generator().manual_seed(0)), dim=2)
+    image, text = rows.half()
+    part = MicroFeatures((image.requires_grad_(), text, torch.tensor([5.0]), None), None, Rng())
+    _, leaves = loss_at_features(build_loss("clip"), [part])
+    exact = image.detach().double().requires_grad_()
+    build_loss("clip")(Embeddings(exact, text.double(), torch.tensor([5.0]))).loss.backward()
+    assert leaves.image.grad is not None
+    error = (leaves.image.grad.double() - exact.grad).norm() / exact.grad.norm()  # type: ignore[union-attr]
+    assert error < 1e-6
 
 
 def test_surrogate_of_fp16_features_is_summed_in_fp32() -> None:

@@ -88,7 +88,7 @@ def die(number: int, port: int, folder: Path, path: Path) -> None:
         training = build(load_config(path, [*OPTIONS, "steps=50", *sized(RANKS)]), "latest", stack)
 
         def before(module: Any, arguments: Any) -> None:
-            if number == MIDDLE and training.heartbeat.place.step >= 11:
+            if number == MIDDLE and training.heartbeat.progress.step >= 11:
                 (folder / "killed").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -119,9 +119,8 @@ def engine_changes(
     for step, lr in enumerate(STEPS):
         before = masters(engine)
         set_lr(engine, lr)
-        norm = backward_and_step(engine, iter([surrogate(engine, comm.rank(), step)]))
-        assert norm is not None
-        norms.append(norm.item())
+        update = backward_and_step(engine, iter([surrogate(engine, comm.rank(), step)]))
+        norms.append(update.norm.item())
         after = masters(engine)
         changes.append({name: (after[name] - before[name]).double() for name in hidden})
     engine.destroy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,7 @@ import torch
 from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.comm import is_out_of_memory
-from disco_ds.training.out_of_memory import OutOfMemory, _is_first_of_host, explained
-from helpers.dist import become_rank, free_port, run_ranks, start_server
-from helpers.minimal import settings
+from helpers.dist import become_rank, free_port, start_server
 from helpers.tiny_run import expect, recipe
 
 TEXT = (
@@ -27,7 +24,6 @@ TEXT = (
     "free. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
 NAMED = f"on {socket.gethostname()}"
-HELPS = "to save memory in"
 
 
 def enter(
@@ -106,22 +102,15 @@ def test_rank_without_memory_explains_and_the_others_name_it(tmp_path):
     )
     expect(told, "GiB allocated (peak ", "disco-ds plan --config NAME --ranks 2")
     expect(
-        told,
-        f"{HELPS} forward, try in this order:\n    micro_batch=2 (now 4)\n    image_staging=",
-        "deepspeed=zero2",
-    )
-    expect(
         other,
-        f"rank 0 stops: rank 1 {NAMED} (last step 1, forward) failed: OutOfMemory: out of memory in forward",
+        f"rank 0 stops: rank 1 {NAMED} (last step 1, forward) failed: OutOfMemoryError: out of memory in forward",
     )
-    assert HELPS not in other
 
 
 @pytest.mark.slow
-def test_one_rank_of_a_host_explains_for_all(tmp_path):
+def test_every_rank_without_memory_says_so(tmp_path):
     recipe(tmp_path)
     logs = run_out(tmp_path, "backward and update", (0, 1))
-    assert sum(log.count(HELPS) for log in logs) == 1, logs
     for number, log in enumerate(logs):
         expect(
             log,
@@ -133,39 +122,8 @@ def test_one_rank_of_a_host_explains_for_all(tmp_path):
 def test_out_of_memory_in_evaluation_is_told(tmp_path):
     recipe(tmp_path, eval={"labeled": {"unseen": "bundled:emoji/unseen"}})
     other, told = run_out(tmp_path, "evaluating", (1,))
-    expect(told, "rank 1 is out of memory in evaluating: ", f"{HELPS} evaluating", "micro_batch=2")
-    expect(other, f"rank 1 {NAMED} (last step 4, evaluating) failed: OutOfMemory")
-
-
-@pytest.mark.parametrize(
-    ("phase", "changes", "first"),
-    [
-        ("building", {}, "nvidia-smi"),
-        ("forward", {"micro_batch": 1}, "image_staging="),
-        (
-            "forward",
-            {"micro_batch": 1, "image_staging": "host"},
-            "model.activation_checkpointing=true",
-        ),
-        ("loss", {}, "loss.name=inf_cl"),
-        ("backward and update", {}, "micro_batch=8 (now 16)"),
-        ("evaluating", {}, "micro_batch=8 (now 16)"),
-    ],
-)
-def test_what_helps_first(phase, changes, first):
-    reported = []
-    tree = {"deepspeed": {"zero_optimization": {"stage": 1}}, "model": {"name": "RN50"}} | changes
-    with (
-        pytest.raises(OutOfMemory, match=f"^out of memory in {phase}: ") as caught,
-        explained(settings(**tree), lambda: phase, reported.append),
-    ):
-        raise torch.OutOfMemoryError(TEXT)
-    (said,) = reported
-    assert said.splitlines()[0] == f"rank 0 is {caught.value}"
-    remedies = said.split(f"{HELPS} {phase}, try in this order:\n")[1]
-    assert first in remedies.splitlines()[0]
-    assert phase != "building" or "micro_batch" not in remedies
-    assert [line.removeprefix("  ") for line in said.splitlines()[1:]] == caught.value.explanation
+    expect(told, "rank 1 is out of memory in evaluating: ")
+    expect(other, f"rank 1 {NAMED} (last step 4, evaluating) failed: OutOfMemoryError")
 
 
 @pytest.mark.parametrize(
@@ -181,28 +139,3 @@ def test_what_helps_first(phase, changes, first):
 def test_libraries_own_texts_are_understood(error):
     assert is_out_of_memory(error)
     assert not comm.is_communication_error(error)
-
-
-def test_other_errors_pass():
-    with (
-        pytest.raises(RuntimeError, match="shape"),
-        explained(settings(), lambda: "forward", print),
-    ):
-        raise RuntimeError("shape mismatch")
-
-
-def first_of_host_in_each_attempt() -> list[bool]:
-    """Return whether this rank is the first of its host in each of two attempts.
-
-    The attempts share a store, because the store of torchrun's agent keeps its keys when ranks are restarted.
-    """
-    found = []
-    for attempt in ("0", "1"):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        found.append(_is_first_of_host())
-    return found
-
-
-def test_restarted_rank_explains_again() -> None:
-    first, second = run_ranks(first_of_host_in_each_attempt, 2)
-    assert [one != other for one, other in zip(first, second, strict=True)] == [True, True]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints.retention import read_meta
+from disco_ds.checkpoints.keep import read_meta
 from disco_ds.config import load_config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput

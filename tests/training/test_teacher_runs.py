@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from disco_ds.checkpoints.retention import list_complete
+from disco_ds.checkpoints.keep import list_complete
 from disco_ds.config import load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm

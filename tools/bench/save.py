@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from disco_ds.checkpoints.background_save import HostCopy, Save
+from disco_ds.checkpoints.save import HostCopy, Save
 
 PIECE = 64 * 10**6
 
@@ -78,7 +78,7 @@ def _finish(save: Save) -> None:
     complete = False
     while not complete:
         save.job.result()
-        complete = save.advance(tidy=lambda: None)
+        complete = save.advance()
 
 
 def _remove(folder: Path) -> None:

@@ -33,8 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.losses.kernels import Tiling
-from disco_ds.losses.kernels.tiles import Precision
+from disco_ds.losses.kernels.tiles import Precision, Tiling
 from tools.bench import slices
 from tools.bench.slices import Outcome, Record, Slice
 from tools.check import losses as loss_checks

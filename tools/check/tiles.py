@@ -18,15 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.losses.kernels import (
-    Block,
-    Tiling,
-    full_dtype,
-    sigmoid_block,
-    softmax_gradient,
-    softmax_sums,
-    torch_tiles,
-)
+from disco_ds.losses.kernels import torch_tiles
+from disco_ds.losses.kernels.similarity import Block, sigmoid_block, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels.tiles import Tiling, full_dtype
 from tools.bench.slices import Record
 
 SHIFT = 3.0

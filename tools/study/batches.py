@@ -22,8 +22,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from disco_ds.checkpoints.changes import MAY_BE_ALLOWED, is_within
-from disco_ds.checkpoints.retention import find_latest, read_meta
+from disco_ds.checkpoints.keep import find_latest, read_meta
+from disco_ds.checkpoints.resume import MAY_BE_ALLOWED, is_within
 from disco_ds.cli.main import main as disco_ds
 from disco_ds.config import load_config
 from disco_ds.config.text_file import write_text

@@ -101,8 +101,10 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         credentials, _, host = parts.netloc.rpartition("@")
     except ValueError:
         raise StoreError("the URL is malformed", transient=False) from None
-    if parts.scheme not in ("http", "https"):
-        return _open_store(parts.scheme, host, timeout_s, None), parts.path.lstrip("/")
+    if url.startswith(BUCKETS):
+        # The rest is the key, which may contain # and ?.
+        key = url.partition("://")[2].partition("/")[2]
+        return _open_store(parts.scheme, host, timeout_s, None), key
     if credentials:
         user, _, password = urllib.parse.unquote(credentials).partition(":")
         # obstore ignores credentials in a URL, so send them in a header. After a redirect, obstore does not send the
@@ -273,9 +275,8 @@ def describe(place: str) -> str:
     """
     if place.startswith(PIPE):
         return "its pipe: command"
-    parts = urllib.parse.urlsplit(place)
-    host = parts.netloc.rpartition("@")[2]
-    return urllib.parse.urlunsplit(parts._replace(netloc=host, query="", fragment=""))
+    shown = re.sub("(?<=://)[^/]*@", "", place)
+    return re.sub("[?#].*", "", shown) if shown.startswith("http") else shown
 
 
 @contextmanager

@@ -9,19 +9,16 @@ import logging
 import multiprocessing
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.data import DataSettings, RemoteSettings
-from disco_ds.data.captions import list_fields
-from disco_ds.data.errors import CacheFullError, DataError, printable
+from disco_ds.config.data import RemoteSettings
+from disco_ds.data.errors import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.remote.stores import Version
@@ -33,77 +30,8 @@ from disco_ds.names import plural
 
 _SAVE_S = 10.0
 _BLOCK = 2**20
-_DEFAULTS = DataSettings.model_fields
-_IMAGES = set(_DEFAULTS["image_key"].default.split(";"))
-_CAPTIONS = {name for text in _DEFAULTS["captions"].default for name in list_fields(text)}
-_MAX_EXTENSIONS = 64
-"""Maximum number of extensions that are counted per shard, because every member may have a different one."""
-_MIN_COMPLETE = 0.9
-"""Warn if a smaller fraction of the samples has an image and a caption."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Contents:
-    """Statistics of which members the samples of one or more shards have."""
-
-    num_samples: int = 0
-    num_complete: int = 0
-    """Number of samples with an image and a caption under the default keys of the settings."""
-    extensions: Counter[str] = field(default_factory=Counter)
-    """Number of samples with each extension."""
-
-    @classmethod
-    def of(cls, index: TarIndex) -> Contents:
-        """Return the contents of one shard."""
-        samples = [{name for name, _, _ in index.members(entry)} for entry in range(len(index))]
-        extensions = Counter(chain.from_iterable(samples)).most_common(_MAX_EXTENSIONS)
-        num_complete = sum(bool(found & _IMAGES and found & _CAPTIONS) for found in samples)
-        return cls(len(samples), num_complete, Counter(dict(extensions)))
-
-    def add(self, other: Contents) -> None:
-        """Add the contents of other shards."""
-        self.num_samples += other.num_samples
-        self.num_complete += other.num_complete
-        self.extensions.update(other.extensions)
-
-    def describe(self) -> str:
-        """Return one line with the most frequent extensions and the share of samples that have them."""
-        ordered = sorted(self.extensions.items(), key=lambda pair: (-pair[1], pair[0]))
-        shares = [
-            f"{printable(name, 40)} {100 * count // self.num_samples}%"
-            for name, count in ordered[:8]
-        ]
-        return f"members: {', '.join(shares)}"
-
-    def find_problem(self) -> str | None:
-        """Return a warning, with a remedy, if many samples lack an image or a caption."""
-        if self.num_complete >= _MIN_COMPLETE * self.num_samples:
-            return None
-        wanted = _IMAGES | _CAPTIONS
-        remedy = "add the missing members, or set data.image_key and data.captions to the members that the samples have"
-        dotted = sorted(
-            name for name in self.extensions if name.rpartition(".")[2] in wanted - {name}
-        )
-        images = max(self.extensions[name] for name in _IMAGES)
-        captions = max(self.extensions[name] for name in _CAPTIONS)
-        if dotted:
-            remedy = (
-                f"the extension of a member is everything after the first dot of its name, such as "
-                f"{printable(dotted[0], 40)!r}, and members with the same name before that dot become one sample; "
-                "rename the members, with _ instead of all other dots"
-            )
-        elif min(images, captions) > self.num_complete:
-            remedy = (
-                "many images and captions are in different samples; members form a sample if they have the same name "
-                "and follow each other, so write the shards again with each caption next to its image"
-            )
-        share = 100 * self.num_complete // self.num_samples
-        return (
-            f"{share}% of the samples have an image and a caption under the default keys "
-            f"({', '.join(sorted(_IMAGES))}; {', '.join(sorted(_CAPTIONS))}): {remedy}"
-        )
 
 
 def index_shards(
@@ -115,7 +43,6 @@ def index_shards(
     published: bool = True,
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
-    contents: Contents | None = None,
     whole: bool = False,
 ) -> Manifest:
     """Count the samples of every .tar in a folder, or of the listed shards.
@@ -132,7 +59,6 @@ def index_shards(
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
-        contents: Statistics to update with the contents of all shards that are read.
         whole: Read all bytes of a shard, not only its headers, to find out whether the disk can read them.
 
     Returns:
@@ -181,9 +107,7 @@ def index_shards(
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
             results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
             try:
-                for (name, *_), (result, problem, of_shard) in zip(tasks, results, strict=True):
-                    if contents is not None:
-                        contents.add(of_shard)
+                for (name, *_), (result, problem) in zip(tasks, results, strict=True):
                     if problem:
                         logger.warning("%s %s", name, problem)
                     record(name, result)
@@ -247,7 +171,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]
 
 def _count(
     folder: Path, remote: RemoteSettings, whole: bool, task: tuple[str, Version, str | None]
-) -> tuple[Shard | Exception, str | None, Contents]:
+) -> tuple[Shard | Exception, str | None]:
     """Read one shard and count its samples.
 
     Args:
@@ -257,8 +181,8 @@ def _count(
         task: The shard's name and version, and its URL if it is remote.
 
     Returns:
-        The counted shard, or the error if it cannot be read; a problem to warn about, such as a truncated tar, or
-        None; and the statistics of the shard's contents.
+        The counted shard, or the error if it cannot be read; and a problem to warn about, such as a truncated tar, or
+        None.
     """
     name, version, url = task
     try:
@@ -278,9 +202,8 @@ def _count(
             if problem:
                 problem += f"; counted {plural(len(index), 'sample')}"
     except (DataError, OSError) as error:
-        return error, None, Contents()
-    shard = Shard(name, len(index), size, version.tag)
-    return shard, problem, Contents.of(index)
+        return error, None
+    return Shard(name, len(index), size, version.tag), problem
 
 
 def _open(

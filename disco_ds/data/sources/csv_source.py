@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import logging
 import os
 from array import array
 from collections.abc import Iterator
@@ -31,8 +30,6 @@ from disco_ds.data.errors import BrokenSample, read_regular
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import Source
 
-logger = logging.getLogger(__name__)
-
 _NUM_CHECKED = 16
 """Maximum number of rows that are tried before the file is refused. They are the first rows of nominal shards."""
 _QUOTE = 'quote the caption, as in "a dog, running", and double every quote inside it'
@@ -49,6 +46,8 @@ class Table(Source):
     """The column of image paths."""
     starts: np.ndarray
     """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
+    lines: np.ndarray
+    """Line of the file at which each row begins, [n] int32. The first line of the file is line 1."""
     fingerprint: str
     """Digest of the whole file, because its rows are the samples."""
 
@@ -69,6 +68,10 @@ class Table(Source):
         path = self.path.parent / image
         return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 
+    def name_row(self, row: int) -> str:
+        """Return `file/line number`, for messages."""
+        return f"{self.path.name}/line {self.lines[row]}"
+
     @classmethod
     def load(cls, shards: str, settings: DataSettings) -> Table:
         """Load a csv file: find its columns, and where each of its rows begins.
@@ -84,7 +87,7 @@ class Table(Source):
                 heading = first.decode("utf-8-sig")  # Excel writes a byte order mark
                 separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
                 columns = next(csv.reader([heading], delimiter=separator), [])
-                starts, fingerprint = _find_rows(file, separator, first)
+                starts, lines, fingerprint = _find_rows(file, separator, first)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
         if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
@@ -101,7 +104,7 @@ class Table(Source):
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no rows below its column names")
-        table = cls(path, separator, columns, image, starts, fingerprint)
+        table = cls(path, separator, columns, image, starts, lines, fingerprint)
         _check_rows(table)
         return table
 
@@ -135,7 +138,9 @@ class TableReader:
             lines = io.StringIO(data.decode(), newline="\n")
             values = next(csv.reader(lines, delimiter=table.separator, strict=True), [])
         except csv.Error as error:
-            raise BrokenSample(f"the row cannot be read: {error}; {_QUOTE}") from None
+            # A quote that is not closed joins its row with the lines up to the next quote.
+            span = f" of {num} lines" if (num := data.strip().count(b"\n") + 1) > 1 else ""
+            raise BrokenSample(f"the row{span} cannot be read: {error}; {_QUOTE}") from None
         except UnicodeDecodeError as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
         # Spreadsheets may write empty values after the last column.
@@ -148,11 +153,13 @@ class TableReader:
             raise BrokenSample(
                 f"the row has no {table.image}: it has {len(values)} of {len(table.columns)} values"
             )
+        if not named[table.image].strip():
+            raise BrokenSample(f"its {table.image} is empty")
         return named
 
     def name(self, shard: int, entry: int) -> str:
-        """Return `file/row number`, for messages."""
-        return f"{self._table.path.name}/row {self._first[shard] + entry}"
+        """Return `file/line number`, for messages."""
+        return self._table.name_row(self._first[shard] + entry)
 
     def close(self) -> None:
         """Close the file."""
@@ -223,8 +230,8 @@ class CaptionedReader(TableReader):
         return {image: read_regular(path), "texts": "\n".join(texts).encode()}
 
     def name(self, shard: int, entry: int) -> str:
-        """Return `file/row number` of the image's first row, for messages."""
-        return f"{self._table.path.name}/row {self._images.rows[entry]}"
+        """Return `file/line number` of the image's first row, for messages."""
+        return self._table.name_row(self._images.rows[entry])
 
 
 def _check_rows(table: Table) -> None:
@@ -243,8 +250,10 @@ def _check_rows(table: Table) -> None:
     )
 
 
-def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
-    """Return the offsets of the rows and the file's fingerprint.
+def _find_rows(
+    file: BinaryIO, separator: str, heading: bytes
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return the offsets and line numbers of the rows, and the file's fingerprint.
 
     A quoted value may span lines. Empty lines are skipped.
 
@@ -263,27 +272,20 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
             current.append(line.decode("latin-1"))
             yield current[-1]
 
-    starts, start, joined = array("q"), len(heading), list[str]()
+    starts, numbers, start = array("q"), array("i"), len(heading)
     rows = csv.reader(lines(), delimiter=separator, strict=True)
     while True:
+        number = rows.line_num + 2  # the heading is line 1
         try:
             row = next(rows, None)
         except csv.Error:
-            # A malformed row costs one sample. An unclosed quote joins its row with the lines up to the next quote.
-            row = current
-            if len(current) > 1:
-                joined.append(f"{rows.line_num - len(current) + 2}-{rows.line_num + 1}")
+            row = current  # a malformed row costs one sample
         if row is None:
             break
         if row:
             starts.append(start)
+            numbers.append(number)
         start += sum(map(len, current))
         current.clear()
     starts.append(start)
-    if joined:
-        logger.warning(
-            "%s: quotes are not closed, so each of these ranges of lines is one broken row: %s",
-            file.name,
-            ", ".join(joined[:5]),
-        )
-    return np.array(starts, dtype=np.int64), digest.hexdigest()[:16]
+    return np.array(starts), np.array(numbers), digest.hexdigest()[:16]

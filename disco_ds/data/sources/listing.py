@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
@@ -43,7 +43,9 @@ _MAX_SHARDS = 10_000_000
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
 """Matches what follows a shard's name in a URL or command: a query, which may be a signature, or other arguments."""
 _END = re.compile(r"[?#].*")
-"""Matches what follows a shard's name in a URL."""
+"""Matches what follows a shard's name in an http URL. All other URLs have neither a query nor a fragment."""
+_WITH_ARGUMENTS = (PIPE, "http://", "https://")
+"""How a place begins if its shard's name may be followed by other text."""
 _END_IN_COMMAND = re.compile(r"[\s?#&'\"|;].*")
 """Matches what follows a shard's name in a command, or in the query of a URL."""
 
@@ -142,13 +144,13 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
 
 def _strip(place: str) -> str:
     """Remove what follows the name of a shard in a URL or command. A local path is returned unchanged."""
-    return _REST.sub("", place) if is_remote(place) else place
+    return _REST.sub("", place) if place.startswith(_WITH_ARGUMENTS) else place
 
 
 def _find_name(place: str, start: str) -> str:
     """Return the name of a shard, which begins after `start`. What follows the name may be secret and is removed."""
     rest = place.removeprefix(start)
-    if not is_remote(place):
+    if not place.startswith(_WITH_ARGUMENTS):
         return rest
     in_command = place.startswith(PIPE) or "?" in start
     return (_END_IN_COMMAND if in_command else _END).sub("", rest)
@@ -166,14 +168,16 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
         ValueError: If two shards have the same name or path.
     """
     urls: dict[str, str] = {}
-    paths = set()
+    named: dict[str, str] = {}
     for place in places:
         name = _find_name(place, start)
-        path = name if is_remote(place) else os.path.normpath(base / Path(place).expanduser())
-        if name in urls or path in paths:
-            raise ValueError(f"the shard {name} is named twice")
+        # Two paths lead to the same file if one of them contains a link.
+        path = name if is_remote(place) else os.path.realpath(base / Path(place).expanduser())
+        if path in named:
+            other = "" if named[path] == name else f": {named[path]} is the same file"
+            raise ValueError(f"the shard {name} is named twice{other}")
         urls[name] = place
-        paths.add(path)
+        named[path] = name
     names = tuple(sorted(urls))
     if is_remote(place):
         return Listing(Path(), names, {name: urls[name] for name in names})
@@ -189,10 +193,15 @@ def _match_local(text: str) -> Listing:
     text = os.path.expanduser(text)
     first = min(text.find(mark) for mark in "*{" if mark in text)
     folder = text[: text.rfind("/", 0, first) + 1]
-    paths = {path for pattern in _expand(text, text) for path in glob(pattern)}
+    paths = {path for pattern in _expand(text, text) for path in glob(_escape(pattern))}
     if not paths:
         raise ValueError(f"no file matches {text}")
     return _make_listing(paths, folder)
+
+
+def _escape(pattern: str) -> str:
+    """Escape all special characters of a pattern, except *."""
+    return re.sub(r"[?[]", r"[\g<0>]", pattern)
 
 
 def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None) -> Listing:
@@ -213,7 +222,7 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
             raise ValueError(f"{start} cannot be listed: {error}") from None
         known = [url.removeprefix(start) for url in found]
     # An absolute pattern must match the whole path, not only its end.
-    pattern = "/" + text.removeprefix(start)
+    pattern = _escape("/" + text.removeprefix(start))
     urls = [start + name for name in known if PurePosixPath("/" + name).match(pattern)]
     if not urls:
         raise ValueError(f"no shard matches {text}")
@@ -228,10 +237,11 @@ def list_folder(folder: Path) -> Listing:
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".tar"))
+    names = [name for name in os.listdir(folder) if name.endswith(".tar")]
     if not names:
         raise ValueError(f"{folder} contains no .tar file; expected a folder of webdataset shards")
-    return Listing(folder, tuple(names), whole=True)
+    paths = [f"{folder}/{name}" for name in names]
+    return replace(_make_listing(paths, f"{folder}/"), whole=True)
 
 
 def list_shards(text: str) -> Listing:
@@ -244,7 +254,7 @@ def list_shards(text: str) -> Listing:
     # ${NAME} is an environment variable, not a brace pattern, and not a part of the shard's name.
     masked = VARIABLE.sub(lambda found: "$" * len(found[0]), text) if is_remote(text) else text
     before, brace, _ = masked.partition("{")
-    in_query = is_remote(text) and bool(brace) and "?" in before
+    in_query = text.startswith(_WITH_ARGUMENTS) and bool(brace) and "?" in before
     head = before if in_query else _strip(before)
     if is_remote(text) and not brace and not head.endswith(".tar"):
         raise ValueError(

@@ -107,7 +107,7 @@ def _is_plain(place: str) -> bool:
 
     This is impossible for the output of a command and for a signed URL.
     """
-    return not place.startswith(PIPE) and "?" not in place
+    return not (place.startswith(PIPE) or (place.startswith("http") and "?" in place))
 
 
 def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSettings) -> Version:

@@ -126,14 +126,14 @@ class Selection:
         samples: Iterable[dict[str, Any]] = [{"__key__": key, "__url__": f"{shard}.tar", **members}]
         for stage in self.stages:
             samples = stage(iter(samples))
-        found = list(islice(samples, 2))
-        if not found:
+        kept = list(islice(samples, 2))
+        if not kept:
             raise DroppedSample("data.transforms dropped it")
-        if len(found) > 1 or not isinstance(found[0], dict):
+        if len(kept) > 1 or not isinstance(kept[0], dict):
             raise ValueError(
                 "data.transforms must return one dictionary for each sample, or drop it"
             )
-        return found[0]
+        return kept[0]
 
 
 def load_stages(function: str) -> tuple[Stage, ...]:
@@ -189,8 +189,8 @@ def read_uids(path: Path) -> np.ndarray:
         return np.sort(uids)
     # A large .npy file is memory-mapped. Check the order in 100 short parts only, so that the file is not read whole.
     starts = np.linspace(0, len(uids) - _PART, 100, dtype=np.int64)
-    found = np.concatenate([uids[start : start + _PART] for start in starts])
-    if (np.sort(found) != found).any():
+    part = np.concatenate([uids[start : start + _PART] for start in starts])
+    if (np.sort(part) != part).any():
         raise ValueError(
             f"{path} must be sorted, because it has {len(uids):,} uids; use np.save(path, np.sort(uids))"
         )
@@ -218,14 +218,14 @@ def _contains(uids: np.ndarray, text: str | bytes) -> bool:
 
 
 def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
-    """Return whether a field passes a rule. A missing field does not pass."""
-    if value is None:
-        return False
+    """Return whether a field passes a rule. A missing field does not pass, nor does an empty cell of a csv file."""
     allowed = rule.get("in")
     if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
         # A csv may contain true and false, as json.dumps writes them, or True and False, as pandas does.
         allowed = allowed and [text(item) for item in allowed for text in (str, json.dumps)]
+    if value is None or (value == "" and allowed is None):
+        return False
     if allowed is not None and value not in allowed:
         return False
     if "min" in rule and not float(value) >= rule["min"]:

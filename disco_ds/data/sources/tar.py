@@ -83,8 +83,8 @@ class TarIndex:
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
-            if not self.headers and (kind := _find_kind(file)):
-                self.truncated = f"it is {kind}"
+            if not self.headers and (reason := _explain_format(file)):
+                self.truncated = f"it is {reason}"
 
     def __len__(self) -> int:
         return max(len(self._starts) - 1, 0)
@@ -114,8 +114,8 @@ class TarIndex:
             self._sizes.append(_SPARSE if member.issparse() else size)
 
 
-def _find_kind(file: BinaryIO) -> str | None:
-    """Return the kind of a file that is not a tar, with a remedy; None if it is unknown."""
+def _explain_format(file: BinaryIO) -> str | None:
+    """Return what a file is that is not a tar, with a remedy; None if it is unknown."""
     file.seek(0)
     start = file.read(512)
     for signature, name in _COMPRESSED.items():

@@ -200,8 +200,8 @@ class Block:
 
 def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
     """Return the indices of those group numbers that also occur in `others`, sorted by group number."""
-    places = torch.isin(numbers, others).nonzero()[:, 0]
-    return places[numbers[places].argsort(stable=True)]
+    indices = torch.isin(numbers, others).nonzero()[:, 0]
+    return indices[numbers[indices].argsort(stable=True)]
 
 
 @dataclass

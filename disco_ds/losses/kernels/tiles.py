@@ -9,16 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Impl = Literal["auto", "torch", "triton"]
-TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
-"""Number of rows and number of columns."""
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
@@ -45,7 +42,7 @@ class Tiling:
             and torch otherwise.
     """
 
-    tile: TileSize | None = None
+    tile: Sequence[int] | None = None
     precision: Precision = "auto"
     impl: Impl = "auto"
 

@@ -12,7 +12,7 @@ If maxima are not requested, the functions return None in their place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -67,26 +67,15 @@ def exp_sums(
     n, m = x.shape
     row_sum, row_max = x.new_empty(2, n)
     column_sum, column_max = x.new_zeros(m), x.new_full((m,), -math.inf)
-    subtract = _shift(shift, x)
+    shift = shift.to(x.dtype)
     for part in strips(x):
         e = x[part].mul_(scale)
         if maxima:
             torch.amax(e, 1, out=row_max[part])
             torch.maximum(column_max, e.amax(0), out=column_max)
-        torch.sum(subtract(e).exp_(), 1, out=row_sum[part])
+        torch.sum(e.sub_(shift).exp_(), 1, out=row_sum[part])
         column_sum += e.sum(0)
     return row_sum, column_sum, *((row_max, column_max) if maxima else (None, None))
-
-
-def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that subtracts the shift in place.
-
-    On a CPU, where reading the shift is cheap, a shift of 0 is skipped.
-    """
-    if not x.is_cuda and not shift.item():
-        return lambda e: e
-    amount = shift.to(x.dtype)
-    return lambda e: e.sub_(amount)
 
 
 def exp_weights(
@@ -94,9 +83,9 @@ def exp_weights(
 ) -> Tensor:
     """Compute exp(x - shift) (row_factor_i + column_factor_j), rounded for use in a matrix multiplication."""
     x = cosines(tile)
-    subtract = _shift(shift, x)
+    shift = shift.to(x.dtype)
     for part in strips(x):
-        subtract(x[part].mul_(scale)).exp_().mul_(row_factor[part, None] + column_factor)
+        x[part].mul_(scale).sub_(shift).exp_().mul_(row_factor[part, None] + column_factor)
     return tile.tiling.quantize_tile(x)
 
 

@@ -153,10 +153,7 @@ def _factors(
     r, c, n, m, D: tl.constexpr, r_row, c_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Return r and c in the form in which `_cosines` reads them.
-
-    For a persistent program, these are tensor descriptors; for any other program, pointers.
-    """
+    """Return tensor descriptors of r and c for a persistent program, or the pointers r and c for any other program."""
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     r = _memory(r, n, D, r_row, BLOCK_M, BLOCK_D, PERSISTENT)
     c = _memory(c, m, D, c_row, BLOCK_N, BLOCK_D, PERSISTENT)

@@ -139,8 +139,8 @@ def sequence_attention(
     out = qkv.new_empty(T, H * D)
     for rows, (count, length) in _split(groups):
         q, k, v = qkv[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out[rows].view(count, length, H, D).copy_(found.transpose(1, 2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out[rows].view(count, length, H, D).copy_(attended.transpose(1, 2))
     return out
 
 
@@ -160,7 +160,7 @@ def _backward(
         qkv = qkv.contiguous()
         return tile_kernels.backpropagate(grad, qkv, tiles, segments, length, causal, _fit(length))
     _, _, H, D = qkv.shape
-    found = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    grad_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     for rows, (count, length) in _split(groups):
         # 16-bit values are multiplied in fp32, as in torch's kernels.
         exact = torch.promote_types(qkv.dtype, torch.float32)
@@ -171,10 +171,10 @@ def _backward(
         grad_p = g @ v.transpose(2, 3)
         grad_scores = p * (grad_p - (p * grad_p).sum(-1, keepdim=True)) * D**-0.5
         grads = grad_scores @ k, grad_scores.transpose(2, 3) @ q, p.transpose(2, 3) @ g
-        into = found[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4)
+        into = grad_qkv[rows].view(count, length, 3, H, D).permute(2, 0, 3, 1, 4)
         for part, value in zip(into, grads, strict=True):
             part.copy_(value)
-    return found
+    return grad_qkv
 
 
 def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:

@@ -85,9 +85,15 @@ def packs(tower: Any) -> bool:
 
     `tower` is a text tower, or an open_clip CLIP model, which contains the parts of its text tower directly.
     """
-    if type(tower) not in (open_clip.CLIP, PackedText) or not can_pack(tower):
+    if (
+        type(tower) is TextTransformer
+        or not is_causal(tower)
+        or getattr(tower, "output_tokens", False)
+    ):
         return False
-    return all(isinstance(block, Block) for block in tower.transformer.resblocks)
+    # Later tokens have no effect on the feature of the end token.
+    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
+    return pooled and all(isinstance(block, Block) for block in tower.transformer.resblocks)
 
 
 def runs_packed(tower: Any, text: Tensor) -> bool:
@@ -110,12 +116,6 @@ def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: boo
     return max(num_tokens, head_width) <= MAX_ROWS and is_half and has_kernel(device)
 
 
-def can_pack(tower: Any) -> bool:
-    """Return whether an open_clip tower uses the feature of the end token, on which later tokens have no effect."""
-    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
-    return pooled and is_causal(tower) and not getattr(tower, "output_tokens", False)
-
-
 def is_causal(tower: Any) -> bool:
     """Return whether this open_clip tower uses the causal mask, and no mask for padding.
 
@@ -136,8 +136,8 @@ def _read_pooling(tower: Any) -> tuple[str | None, int | None]:
 
 def _count_to_last(needed: Tensor) -> np.ndarray:
     """Return the number of tokens of each text up to the last needed one, at least 1. `needed` is [m, L] bool."""
-    places = torch.arange(1, needed.shape[1] + 1, device=needed.device)
-    return (needed * places).amax(1).clamp(min=1).cpu().numpy()
+    positions = torch.arange(1, needed.shape[1] + 1, device=needed.device)
+    return (needed * positions).amax(1).clamp(min=1).cpu().numpy()
 
 
 def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor:

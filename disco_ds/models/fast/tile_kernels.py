@@ -25,12 +25,12 @@ def _find_rows(tiles, segments, length, ROWS: tl.constexpr, PACKED: tl.constexpr
     """Return the indices of this program's rows, the index after the tile's last row, and the sequence of each row."""
     tile = tl.program_id(0)
     if PACKED:
-        first = tl.load(tiles + tile)
+        start = tl.load(tiles + tile)
         end = tl.load(tiles + tile + 1)
     else:
-        first = tile * length
-        end = first + length
-    rows = first + tl.arange(0, ROWS)
+        start = tile * length
+        end = start + length
+    rows = start + tl.arange(0, ROWS)
     segment = tl.zeros((ROWS,), tl.int32)
     if PACKED:
         segment = tl.load(segments + rows, mask=rows < end, other=-1)
@@ -164,10 +164,10 @@ def backpropagate(
     rows: int,
 ) -> Tensor:
     """Compute the gradient of qkv from the gradient [T, H * D] of the output of `attend`."""
-    found = torch.empty_like(qkv)
-    outputs = grad.contiguous(), found
+    grad_qkv = torch.empty_like(qkv)
+    outputs = grad.contiguous(), grad_qkv
     _launch(backward_kernel, qkv, tiles, segments, outputs, length, causal, rows)
-    return found
+    return grad_qkv
 
 
 def _launch(kernel, qkv, tiles, segments, tensors, length, causal, rows):
@@ -176,14 +176,14 @@ def _launch(kernel, qkv, tiles, segments, tensors, length, causal, rows):
     if not count:
         return
     packed = tiles is not None
-    places = (tiles, segments) if packed else (qkv, qkv)  # not read, but must be pointers
+    layout = (tiles, segments) if packed else (qkv, qkv)  # not read, but must be pointers
     width = max(16, triton.next_power_of_2(D))
     # Measured on an H100 for tiles of 32 to 128 rows and heads of width 64.
     small = rows * width <= 64 * 64 or (kernel is backward_kernel and width <= 64)
     warps = 4 if small else 8
     kernel[(count, H)](
         qkv,
-        *places,
+        *layout,
         *tensors,
         length,
         D**-0.5,

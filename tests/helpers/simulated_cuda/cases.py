@@ -27,12 +27,12 @@ from disco_ds.config import DataSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
 from disco_ds.data import ImageSpec, InputSpec, Loader, Share, Staging, StepData, load_sources
 from disco_ds.distributed import comm
-from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.distributed.launcher import Interrupts
 from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger
-from disco_ds.metrics.timers import Timer
+from disco_ds.metrics.step_metrics import Timer
 from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
 from disco_ds.training.engine import EngineTowers, build_engine, prepare
 from disco_ds.training.loop import log

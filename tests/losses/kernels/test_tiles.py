@@ -17,19 +17,20 @@ from torch import Tensor
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
-from disco_ds.losses.kernels import (
+from disco_ds.losses.kernels.similarity import (
     Block,
-    Tiling,
     find_problem,
+    lacks_fence,
     sigmoid_block,
     softmax_gradient,
     softmax_sums,
+    uses_triton,
 )
-from disco_ds.losses.kernels.similarity import lacks_fence, uses_triton
 from disco_ds.losses.kernels.tiles import (
     PLANNED_MULTIPROCESSORS,
     TILE_BYTES,
     Tile,
+    Tiling,
     written_shape,
 )
 from helpers.all_losses import accuracy_of_copies

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from os import W_OK, access
 from pathlib import Path
 
 import torch
 
-from disco_ds.config import PACKAGE
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.doctor import Line
-from disco_ds.doctor.versions import PACKAGES, installed
+from disco_ds.checks.report import Line
+from disco_ds.distributed.hosts import check_agreement, hash_code
 from disco_ds.runs.shared_folder import check_shared
 
+_PACKAGES = (
+    "disco_ds",
+    "torch",
+    "torchvision",
+    "triton",
+    "deepspeed",
+    "open_clip_torch",
+    "timm",
+    "webdataset",
+)
 _DISK_BYTES = 20e9
 """The check warns if less disk space is free. Four AdamW checkpoints of a model with 400 million parameters need about
 this space, at 12 bytes per parameter."""
@@ -58,8 +67,11 @@ def check_all_hosts(runs: Path) -> Iterator[Line]:
     Raises:
         ValueError: On all ranks, if the software differs or a rank does not see the folder.
     """
-    software = {name: installed(name) for name in PACKAGES}
-    software |= {"Python": platform.python_version(), "code": _hash_code()}
+    software: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            software[name] = metadata.version(name)
+    software |= {"Python": platform.python_version(), "code": hash_code()}
     remedy = "install the same environment and code at the same path on all hosts"
     check_agreement(software, remedy)
     folder = _find_existing(runs)
@@ -70,12 +82,3 @@ def check_all_hosts(runs: Path) -> Iterator[Line]:
 def _find_existing(runs: Path) -> Path:
     runs = runs.absolute()
     return next(path for path in (runs, *runs.parents) if path.is_dir())
-
-
-def _hash_code() -> str:
-    """Hash the names and contents of all files of disco_ds that affect a run."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".json", ".yaml"):
-            digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from disco_ds.checks.hosts import check_all_hosts, check_host
+from disco_ds.checks.ranks import check_gradients, run_alone, shrink
+from disco_ds.checks.report import Line
 from disco_ds.config import Config
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line
-from disco_ds.doctor.hosts import check_all_hosts, check_host
-from disco_ds.doctor.ranks import check_gradients, run_alone, shrink
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks
@@ -114,7 +114,9 @@ def test_loss_without_gathering_is_found_by_its_gradient() -> None:
         [("disco", ds_config("fp32", 1), 2), ("local", ds_config("fp32", 1), 1)]
     )
     assert right.status == "ok"
-    assert right.found.endswith("allowed 1.0e-05; disco, ranks 2, micro-batches 2, ZeRO 1, fp32")
+    assert right.found.endswith(
+        "allowed 1.0e-05, the rounding of towers in fp32 and the loss in fp32; disco, ranks 2, micro-batches 2, ZeRO 1"
+    )
     assert wrong.status == "fail"
     assert float(wrong.found.removeprefix("relative error ").split()[0]) > 0.01
 

@@ -15,15 +15,15 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from disco_ds.checks.hosts import check_all_hosts
+from disco_ds.checks.report import Line, examine
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.hosts import check_all_hosts
+from disco_ds.distributed.hosts import check_agreement
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels import Tiling
+from disco_ds.losses.kernels.tiles import Tiling
 from disco_ds.models.clip import build_model
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -142,13 +142,16 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
-    tolerance = min(max(_MIN_TOLERANCE, 2 * rough), _max_tolerance(small))
+    loss_precision = _loss_precision(small)
+    most = max(_MAX_TOLERANCE[small.precision], _MAX_TOLERANCE[loss_precision])
+    tolerance = min(max(_MIN_TOLERANCE, 2 * rough), most)
     error = _relative_error(got, true)
     loss_error = abs(loss / true_loss - 1)
     found = (
         f"relative error {error:.1e} of the gradient and {loss_error:.1e} of the loss compared with one "
-        f"process; allowed {tolerance:.1e}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
-        f"ZeRO {small.zero_stage}, {small.precision}"
+        f"process; allowed {tolerance:.1e}, the rounding of towers in {small.precision} and the loss in "
+        f"{loss_precision}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
+        f"ZeRO {small.zero_stage}"
     )
     remedy = (
         "the training would be wrong: remove loss.options and ds_config keys until this passes; a "
@@ -158,11 +161,13 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     yield Line("ok" if fine else "fail", "gradients", found, remedy)
 
 
-def _max_tolerance(small: Config) -> float:
-    """Return the larger of the bounds in _MAX_TOLERANCE for the precision of the towers and for that of the loss."""
+def _loss_precision(small: Config) -> str:
+    """Return the precision in which the loss multiplies features on this device."""
     loss = build_loss(small.loss.name, **small.loss.options)
-    tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
-    return max(_MAX_TOLERANCE[small.precision], _MAX_TOLERANCE[tiling.precision])
+    precision: str = (
+        getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device()).precision
+    )
+    return precision
 
 
 def _step(small: Config, count: int) -> Result:

@@ -1,0 +1,483 @@
+"""Save a run's checkpoints in the background, one at a time.
+
+`Saver.save` copies the state of this rank into host memory and starts a `Save`, and training continues. `Save.run`
+shows the whole life of a save: each rank writes, hashes and flushes its files in a thread; the ranks exchange the
+checksums; a thread of rank 0 writes checkpoint.json, renames the folder and removes old checkpoints. Flags that the
+ranks exchange at every step (`agree` in training/step.py) show when the threads of all ranks are done. Then
+`Saver.poll` continues the save. Training waits only for the copy, and for the previous save if that is still in
+progress.
+
+A thread is enough, because torch.save and hashlib release Python's global interpreter lock for everything but the
+small pickles. Unlike a process, a thread ends with its rank and needs no shared memory. The threads never communicate
+with other ranks. The checksums are exchanged by a collective and not through files, because on NFS a new file may
+become visible to other hosts late.
+
+Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
+process through /dev/shm, and hangs or silently loses saves if this transfer fails. DeepSpeed's fast checkpoint
+engine returns only after it has written. torch's StateDictStager keeps one buffer per live storage, so
+it allocates memory again for every tensor that DeepSpeed re-creates. Pinned memory would make the copy
+from a GPU faster, but torch rounds the size of each pinned tensor up to a power of two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from deepspeed import DeepSpeedEngine as Engine
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from disco_ds.checkpoints import keep
+from disco_ds.checkpoints.checkpoint import read_rng
+from disco_ds.checkpoints.keep import ENGINE, FORMAT, Mirror, seal, set_aside
+from disco_ds.config import CheckpointSettings, Tree
+from disco_ds.config.text_file import write_text
+from disco_ds.distributed import comm, jobs
+from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
+from disco_ds.distributed.heartbeat import Heartbeat
+from disco_ds.runs.run_folder import CHECKPOINTS, META
+
+MAX_FAILED_SAVES = 2
+"""Number of consecutive saves that may fail. If one more save fails, the run stops."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Saver:
+    """Saves a run's checkpoints, with retries, removal of old checkpoints and uploads. Every rank has one."""
+
+    folder: Path
+    """The run folder."""
+    settings: CheckpointSettings
+    """The run's settings for checkpoints."""
+    engine: Engine
+    """The engine whose state is saved."""
+    read_state: Callable[[int], RunState]
+    """Called with the number of completed steps. Returns the state to save in addition to the engine's."""
+    heartbeat: Heartbeat
+    """Notified when this rank waits for a save, so that the wait does not look like a hang."""
+    add_wait: Callable[[float], None]
+    """Called after each wait for a save, with the number of seconds that this wait took."""
+    uploads: Mirror | None = None
+    """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command.
+
+    In a run with stages, it also finishes the uploads that the previous stage left unfinished.
+    """
+    host_copy: HostCopy | None = None
+    """Host memory for a copy of the state, so that training can continue while files are written.
+
+    None if saves are synchronous.
+    """
+    in_flight: Save | None = None
+    """The save in progress, if any. All ranks have the same save in progress."""
+    saved_step: int = 0
+    """Step of the newest complete checkpoint. Until the first save, this is the step that the run was resumed from, or
+    at which the current stage began."""
+    all_written: bool = True
+    """True if all ranks had written their files at their last agreement (`agree` in training/step.py)."""
+    num_failed: int = 0
+    """Number of saves that have failed in a row."""
+
+    def __post_init__(self) -> None:
+        if self.settings.asynchronous:
+            self.host_copy = HostCopy()
+        if self.settings.copy_command and self.uploads is None and comm.rank() == 0:
+            self.uploads = Mirror(self.settings.copy_command, self.folder)
+        # A killed run may have left an incomplete checkpoint of a step that this run saves too.
+        self._remove_old(keep_last=None)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is working on a save."""
+        return self.in_flight is not None and not self.in_flight.job.done()
+
+    def save(self, step: int, last: bool) -> None:
+        """Start to save a checkpoint in the background. Collective.
+
+        If a save fails (for example because the disk is full), training continues and the next due
+        save tries again. If this step has already been saved, do nothing.
+
+        Args:
+            step: Number of completed steps.
+            last: Whether the stage or the run ends here. If so, wait until the checkpoint is complete.
+
+        Raises:
+            comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
+        """
+        with self._waiting(step):
+            self._finish()  # the previous save, if it is still in progress
+            if step == self.saved_step:
+                return
+            try:
+                self.in_flight = start_save(
+                    self.folder,
+                    self.engine,
+                    self.read_state(step),
+                    self.host_copy,
+                    partial(self._remove, self.settings.keep_last),
+                )
+            except comm.AgreedError as error:
+                self._note_failure(step, last, error)
+            if last or self.host_copy is None:
+                self._finish(last)
+
+    def poll(self, step: int) -> None:
+        """Advance the uploads and the save in progress. Collective.
+
+        Args:
+            step: Number of completed steps.
+
+        Raises:
+            comm.AgreedError: If too many saves have failed in a row.
+        """
+        if self.uploads:
+            self.uploads.advance()
+        if self.in_flight and self.all_written:
+            with self._waiting(step):
+                self._advance()
+
+    def save_before_error(self, step: int) -> str:
+        """Save the progress made before a failed step, unless it is already saved. Collective.
+
+        Args:
+            step: Number of completed steps.
+
+        Returns:
+            A clause for the error message that reports whether the progress was saved.
+        """
+        try:
+            self.save(step, last=True)
+        except comm.AgreedError as error:
+            return f"step {step:,} could not be saved: {error}"
+        if step == 0:
+            return "no step was completed"
+        return f"a checkpoint was saved after step {step:,}; --resume latest resumes from there"
+
+    def end(self, step: int) -> None:
+        """Complete the save in progress, then wait for the uploads up to a time limit. Collective.
+
+        Failures are only logged, because the run ends anyway.
+        """
+        try:
+            with self._waiting(step):
+                self._finish()
+        except comm.AgreedError as error:
+            if comm.rank() == 0:
+                logger.warning("the save in progress failed: %s", error)
+        if self.settings.copy_command:
+            self.heartbeat.mark(step, "waiting for uploads")
+            wait = self.uploads.wait if self.uploads else lambda seconds: None
+            jobs.run("uploading checkpoints", lambda: wait(self.heartbeat.timeout_s))
+
+    def close(self) -> None:
+        """Kill a running upload. Wait up to 10 seconds for a save in progress."""
+        if self.uploads:
+            self.uploads.close()
+        if self.in_flight is not None:
+            futures.wait([self.in_flight.job], 10.0)
+
+    @contextmanager
+    def _waiting(self, step: int) -> Iterator[None]:
+        """Record the duration of the block as time waited for a save, and mark it as "saving" for the heartbeat."""
+        start = time.monotonic()
+        self.heartbeat.mark(step, "saving")
+        yield
+        self.add_wait(time.monotonic() - start)
+
+    def _finish(self, last: bool = False) -> None:
+        """Wait until the save in progress, if any, is complete or has failed. Collective.
+
+        Args:
+            last: Whether to raise the error of a failed save.
+        """
+        while self.in_flight:
+            jobs.wait_for_all(self.in_flight.job, f"saving {self.in_flight.final}")
+            self._advance(last)
+
+    def _advance(self, last: bool = False) -> None:
+        """Start the next job of the save in progress, or record that its checkpoint is complete. Collective.
+
+        If the save has failed, remove the oldest checkpoint to make room, and write the same state again. If no
+        checkpoint can be removed, count the save as failed.
+
+        Args:
+            last: Whether to raise the error of a failed save, because no later save can make up for it.
+        """
+        save = self.in_flight
+        assert save is not None
+        try:
+            is_complete = save.advance()
+        except comm.AgreedError as error:
+            # Remove the oldest checkpoint to make room, unless it is the only one.
+            keep_last = self.settings.keep_last
+            if self._remove_old(keep_last and max(keep_last - 1, 1)):
+                # Although training has continued, host memory still contains the state to save.
+                save.start()
+                return
+            self.in_flight = None
+            self._note_failure(save.meta["step"], last, error)
+            return
+        if is_complete:
+            self.in_flight = None
+            self.num_failed = 0
+            self.saved_step = save.meta["step"]
+            if self.uploads:
+                self.uploads.add(save.final)
+
+    def _note_failure(self, step: int, last: bool, error: comm.AgreedError) -> None:
+        """Count a failed save and remove its files. Raise `error` if this was the last save or too many have failed."""
+        self.num_failed += 1
+        self._remove_old(self.settings.keep_last)
+        if last or self.num_failed > MAX_FAILED_SAVES:
+            raise error
+        if comm.rank() == 0:
+            logger.warning(
+                "step %d is not saved: %s; training continues and the next save tries again",
+                step,
+                error,
+            )
+
+    def _remove_old(self, keep_last: int | None) -> int:
+        """Remove old checkpoints and the files of failed saves in a thread of rank 0. Collective.
+
+        Args:
+            keep_last: Number of newest checkpoints to keep; None means all.
+
+        Returns:
+            Number of removed checkpoints.
+        """
+        remove = partial(self._remove, keep_last) if comm.rank() == 0 else lambda: 0
+        return comm.broadcast(jobs.run("removing old checkpoints", remove))
+
+    def _remove(self, keep_last: int | None) -> int:
+        """Remove old checkpoints, except those being written, uploaded or queued for upload. Rank 0 only."""
+        busy = list(self.uploads.pending) if self.uploads else []
+        if self.in_flight:
+            busy.append(self.in_flight.partial)
+        keep_every = self.settings.keep_every_steps
+        return keep.remove_checkpoints(self.folder, keep_last, keep_every, busy)
+
+
+class RunState(NamedTuple):
+    """The state that a checkpoint contains in addition to DeepSpeed's engine files and the random generators."""
+
+    meta: Tree
+    """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
+    data: Tree
+    """State of this rank's data loader."""
+    loss: Tree
+    """This rank's state of the loss."""
+
+
+def start_save(
+    folder: Path,
+    engine: Engine,
+    state: RunState,
+    host: HostCopy | None = None,
+    tidy: Callable[[], object] = lambda: None,
+) -> Save:
+    """Start writing a checkpoint. Collective.
+
+    Args:
+        folder: The run folder.
+        engine: The engine to save.
+        state: The state to save in addition to the engine's.
+        host: Host memory that receives a copy of the state, from which the files are written. If it is
+            None, the files are written from the state itself, which must not change until they are written.
+        tidy: Called in a thread of rank 0 as soon as the checkpoint is complete.
+
+    Raises:
+        AgreedError: If any rank could not copy its state.
+    """
+    final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    files = collect_checkpoint(engine, partial, ENGINE)
+    with comm.all_or_none(f"copying the state for {partial}"):
+        rank_file = partial / f"rank_{comm.rank():05d}.pt"
+        files[rank_file] = {"rng": read_rng(), "data": state.data, "loss": state.loss}
+        if host is not None:
+            files = host.take(files)
+    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, tidy)
+    save.start()
+    return save
+
+
+class HostCopy:
+    """Host memory for a copy of the state. Every save reuses it, because the first write to new memory is slow."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+
+    def take(self, state: Any) -> Any:
+        """Return a copy of a tree of dicts, lists and tuples. The next call overwrites the tensors of this copy.
+
+        Leaves that are not tensors are copied by copy.deepcopy.
+
+        Raises:
+            RuntimeError: If there is not enough memory.
+        """
+        # tree_flatten would otherwise descend into a torch.Size, which would be rebuilt as a plain tuple.
+        leaves, structure = tree_flatten(state, is_leaf=lambda node: isinstance(node, torch.Size))
+        copies = []
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                copies.append(deepcopy(leaf))
+                continue
+            copy = self._tensors.get(number)
+            if copy is None or copy.shape != leaf.shape or copy.dtype != leaf.dtype:
+                # The copy needs a separate storage: torch.save writes a tensor's whole storage, even for a slice.
+                copy = self._tensors[number] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            copies.append(copy.copy_(leaf.detach()))
+        return tree_unflatten(copies, structure)
+
+
+@dataclass
+class Save:
+    """A save in progress. Every rank must create one."""
+
+    final: Path
+    """The folder of the complete checkpoint."""
+    partial: Path
+    """The folder to write into, which is renamed to `final` at the end."""
+    meta: Tree
+    """Content of checkpoint.json, without its entries `files` and `seal`."""
+    states: dict[Path, Any]
+    """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
+    tidy: Callable[[], object] = lambda: None
+    """Called in rank 0's thread as soon as the checkpoint is complete."""
+    job: Future[Any] = field(default_factory=Future)
+    """The current job of this rank's thread."""
+    _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
+
+    def start(self) -> None:
+        """Start writing this rank's files, or start again after a failure."""
+        self._jobs = self.run()
+        self.job = next(self._jobs)
+
+    def advance(self) -> bool:
+        """Start the next job, and return False; or return True if the checkpoint is complete. Collective.
+
+        Call this only when the jobs of all ranks are done.
+
+        Raises:
+            AgreedError: If any rank could not write its files, or rank 0 could not complete the checkpoint.
+        """
+        job = next(self._jobs, None)
+        self.job = job or self.job
+        return job is None
+
+    def run(self) -> Iterator[Future[Any]]:
+        """Yield the jobs of this save. What happens between them is collective."""
+        job = jobs.start(self._write)
+        yield job
+        files: dict[str, Tree] = {}
+        with comm.all_or_none(f"writing {self.partial}"):
+            files = job.result()
+        for others in comm.gather_objects(files):
+            files |= others
+        completing = jobs.start(
+            partial(self._complete, files) if comm.rank() == 0 else lambda: None
+        )
+        yield completing
+        with comm.all_or_none(f"completing {self.final}"):
+            completing.result()
+
+    def _write(self) -> dict[str, Tree]:
+        """Write this rank's files. Return the size and checksum of each file, keyed by name."""
+        (self.partial / ENGINE).mkdir(parents=True, exist_ok=True)
+        return {
+            str(path.relative_to(self.partial)): write_tensors(state, path)
+            for path, state in self.states.items()
+        }
+
+    def _complete(self, files: dict[str, Tree]) -> None:
+        """Write checkpoint.json and give the folder its final name."""
+        meta = {**self.meta, "files": dict(sorted(files.items()))}
+        meta["seal"] = seal(meta)
+        write_text(self.partial / META, json.dumps(meta, indent=1) + "\n")
+        # After a crash, a folder with the final name must not lack a file, so flush all folders first.
+        for folder in {path.parent for path in self.partial.rglob("*")}:
+            sync(folder)
+        # If this step was saved before, keep the earlier checkpoint, so that a crash between the two
+        # renames loses neither checkpoint.
+        if os.path.lexists(self.final):
+            set_aside(self.final)
+        self.partial.rename(self.final)
+        sync(self.final.parent)
+        self.tidy()
+
+
+class _HashedFile:
+    """A file for torch.save that hashes the bytes written to it.
+
+    It stores the first write error instead of raising it, because torch.save would hide the cause.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            self.digest.update(data)
+            try:
+                self.file.write(data)
+            except OSError as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Do nothing. torch.save calls this method, but write_tensors flushes the file."""
+
+
+def write_tensors(value: Any, path: Path) -> Tree:
+    """Write a file with torch.save and flush it to the disk.
+
+    The checksum is computed from the bytes that were passed to the operating system. The file is
+    flushed through the descriptor that wrote it, because NFS reports a failed write only to that
+    descriptor.
+
+    Returns:
+        The file's size (`bytes`) and `sha256`.
+
+    Raises:
+        OSError: If the file cannot be written. The message names the folder and the cause, such as a full disk.
+    """
+    try:
+        with path.open("wb") as file:
+            hashed = _HashedFile(file)
+            torch.save(value, hashed)  # type: ignore[arg-type]
+            if hashed.error is not None:
+                raise hashed.error
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+    except OSError as error:
+        raise OSError(
+            f"{path.name} could not be written: {error.strerror} in {path.parent}; if the disk is full, free up space"
+        ) from error
+    return {"bytes": size, "sha256": hashed.digest.hexdigest()}
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
