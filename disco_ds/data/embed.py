@@ -31,7 +31,6 @@ from tqdm import tqdm
 from disco_ds.config.data import DataSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.captions import Members, list_captions, shorten_caption
-from disco_ds.data.counter_rng import keyed_row
 from disco_ds.data.errors import (
     BrokenSample,
     DataError,
@@ -40,7 +39,7 @@ from disco_ds.data.errors import (
     name_broken,
     refuse_broken,
 )
-from disco_ds.data.images import NUM_CROP_NUMBERS, augment, find_image
+from disco_ds.data.images import augment, find_image
 from disco_ds.data.samples import InputSpec, decode_crop
 from disco_ds.data.sequential import map_in_threads
 from disco_ds.data.sources.base import Source, digest
@@ -179,9 +178,9 @@ class Embedder:
                     if not captions:
                         raise BrokenSample("no template of data.captions can be filled")
                     keys = [find_view_key(picture, view) for view in range(self.views)]
-                    crops = [keyed_row(key, NUM_CROP_NUMBERS) for key in keys] or [[]]
+                    # Without views, the image is not cropped, so no key is used.
                     images = [
-                        decode_crop(picture, settings, self.spec.image, crop) for crop in crops
+                        decode_crop(picture, settings, self.spec.image, key) for key in keys or [0]
                     ]
                     tokens = self.spec.tokenize([shorten_caption(text) for text in captions])
                 return _Inputs(name, raw, torch.stack(images), keys, tokens)
