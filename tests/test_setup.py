@@ -112,7 +112,6 @@ import sys
 import torch
 from open_clip_train.data import get_wds_dataset
 from open_clip_train.params import parse_args
-from disco_ds.doctor.versions import check_versions
 from torchvision.transforms import ToTensor
 
 args = parse_args(["--train-data", sys.argv[1], "--train-num-samples", "8", "--batch-size", "4", "--workers", "1"])
@@ -120,7 +119,6 @@ args.world_size = 1
 data = get_wds_dataset(args, ToTensor(), is_train=True, tokenizer=lambda text: torch.tensor([[int(text)]]))
 images, texts = next(iter(data.dataloader))
 print(list(images.shape), sorted(set(texts.flatten().tolist()) - set(range(8))))
-print([line.found for line in check_versions() if line.status == "fail"])
 """
 
 
@@ -154,10 +152,8 @@ def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_
     run(*install, "open_clip_torch[training]==3.3.0")
     run(*install, build(tmp_path))
     assert run("-c", "import webdataset; print(webdataset.__version__)") == "0.2.86\n"
-    assert run("-c", OPEN_CLIP, tmp_path / "shards" / "00000.tar").splitlines()[-2:] == [
-        "[4, 3, 10, 12] []",
-        "[]",
-    ]
+    said = run("-c", OPEN_CLIP, tmp_path / "shards" / "00000.tar")
+    assert said.splitlines()[-1] == "[4, 3, 10, 12] []"
     assert "1 shard, 8 samples" in run(
         "-m", "disco_ds", "index", tmp_path / "shards", "--workers=0"
     )

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from disco_ds.checks.report import Line, examine
 from disco_ds.cli.options import Doctor, Embed, Eval, Export, Report, Train
 from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.distributed.launcher import die_with_launcher
-from disco_ds.doctor import Line, examine
 from disco_ds.runs.messages import fail_rank, set_up_logging, show
 
 
@@ -80,7 +80,7 @@ def evaluate(options: Eval) -> int:
 
 
 def embed(options: Embed) -> int:
-    """Store a teacher's embeddings with the samples of a data set. Runs alone or on every rank of a launcher.
+    """Store a teacher's embeddings or similarities with the samples. Runs alone or on every rank of a launcher.
 
     Raises:
         ValueError: If the settings or the model are invalid, or if the folder given by --to has shards of another
@@ -88,7 +88,7 @@ def embed(options: Embed) -> int:
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """
-    from disco_ds.data.embed import IMAGE, TEXT, Embedder
+    from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, Scores
     from disco_ds.eval.model import in_precision, load_model, read_input_spec
     from disco_ds.models.pretrained import hash_weights
 
@@ -100,14 +100,25 @@ def embed(options: Embed) -> int:
     scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
     model = in_precision(model.requires_grad_(False), config.precision)
     spec = read_input_spec(model, tokenizer)
-    embedder = Embedder(config.data, spec, model, identity, options.views, options.batch)
+    views = 10 if options.views is None and not options.score else options.views
+    embedder = Embedder(config.data, spec, model, identity, views, options.batch, options.score)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    embedder.write(options.to, rank, size)
-    if is_rank_0:
+    complete = embedder.write(options.to, rank, size)
+    if is_rank_0 and views is not None:
         known = "" if bias is None else f", bias: {bias.item():.6g}"
         print(
             f"train on {options.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
         )
+    if options.score and complete:
+        scores = Scores.load(options.to)
+        below = [
+            f"{p}% are below {scores.find_quantile(p / 100):.2f}" for p in (10, 30, 50, 70, 90)
+        ]
+        print(f"{SCORE} of {len(scores.values):,} samples: {', '.join(below)}")
+        print(f"train on data.shards={options.to} and")
+        for share in (70, 50, 30):
+            threshold = scores.find_quantile(1 - share / 100)
+            print(f"the best {share}%: data.filter='{{{SCORE}: {{min: {threshold}}}}}'")
     return 0
 
 
@@ -122,8 +133,8 @@ def dry_run(options: Train) -> int:
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.
+    from disco_ds.checks.recipe import check_length, check_recipe
     from disco_ds.data import count_epoch, load_sources
-    from disco_ds.doctor.recipe_checks import check_length, check_recipe
 
     lines = list(check_recipe(config, ranks))
     if not options.resume:
@@ -171,16 +182,12 @@ def _check_all(options: Doctor, is_rank_0: bool, size: int) -> Iterator[Line]:
     Yields:
         The lines to print.
     """
-    from disco_ds.doctor.versions import check_versions
-
-    if is_rank_0:
-        yield from examine("versions", check_versions)
     # A package that cannot be imported is reported like other problems.
     try:
-        from disco_ds.doctor.hosts import check_host
-        from disco_ds.doctor.ranks import check_ranks
-        from disco_ds.doctor.recipe_checks import check_data, check_start
-        from disco_ds.doctor.samples import check_samples
+        from disco_ds.checks.hosts import check_host
+        from disco_ds.checks.ranks import check_ranks
+        from disco_ds.checks.recipe import check_data, check_start
+        from disco_ds.checks.samples import check_samples
     except Exception as error:  # a broken installation may raise anything
         remedy = (
             "reinstall the package that cannot be imported; torch and torchvision must be of the same build "

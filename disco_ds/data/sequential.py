@@ -21,9 +21,9 @@ from disco_ds.data.images import ImageSpec, decode_image, find_image, resize_for
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
+logger = logging.getLogger(__name__)
 THREADS = 4
 """Number of decoding threads. Threads help because the decoders release the GIL."""
-logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
@@ -71,8 +71,6 @@ def read_all(
     """
     # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
     lock = threading.Lock()
-    # All lost samples of a damaged shard have the same text.
-    warn_once = cache(logger.warning)
 
     def load(position: tuple[int, int, int]) -> tuple[Tensor, str, int] | None:
         shard, entry, index = position
@@ -85,7 +83,7 @@ def read_all(
                 return resize_for_evaluation(picture, image), label, index
         except BrokenSample as error:
             with lock:
-                warn_once("%s", name_broken(reader.name, shard, entry, error))
+                _warn_once(id(source), name_broken(reader.name, shard, entry, error))
             return None
 
     with closing(source.open(num_slots=1, window=1)) as reader:
@@ -113,6 +111,12 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
             except BrokenSample:
                 labels.append(None)
     return labels
+
+
+@cache
+def _warn_once(source: int, text: str) -> None:
+    """Log a message once per source: lost samples of a shard have the same text, and evaluations are repeated."""
+    logger.warning("%s", text)
 
 
 def _list_positions(source: Source) -> Iterator[tuple[int, int, int]]:

@@ -15,6 +15,8 @@ from typing import Any
 import open_clip
 import timm
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from open_clip.convert import convert_state_dict
 from open_clip.factory import _find_checkpoint_in_dir, load_checkpoint
 from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed
@@ -99,6 +101,20 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
         f"model.pretrained: {path} is not a file, a folder with weights such as `disco-ds export` writes, or a "
         f"tag of {name}{hint}; its tags: {', '.join(tags) or 'none'}"
     )
+
+
+def is_downloaded(name: str, settings: ModelSettings) -> bool:
+    """Return whether the weights that `model.pretrained` selects are on this host: a file, or a tag in the cache."""
+    source = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
+    if repository := source.get("hf_hub", "").rstrip("/"):
+        try:
+            snapshot_download(repository, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return False
+    elif url := source.get("url"):
+        # open_clip's default cache
+        return (Path("~/.cache/clip").expanduser() / Path(url).name).is_file()
+    return True
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:

@@ -21,7 +21,7 @@ from disco_ds.data.remote.shard_cache import ShardCache, find_limit
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.listing import _count_strings, find_shards, list_shards
 from disco_ds.data.sources.load import count_slots
-from helpers.remote import ALL
+from helpers.remote import ALL, fetching
 from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
 from helpers.web import Server, serve
 
@@ -251,7 +251,7 @@ def name_many(many: tuple[Manifest, Server], cache: Path, **changes: Any) -> Dat
     shards, server = many
     text = f"{server.url}/{{00000..{NUM_SHARDS - 1:05d}}}.tar"
     part = {"shards": text, "manifest": shards.folder / "manifest.json"}
-    own = {"cache": cache, "timeout_s": 20.0, **changes.pop("remote", {})}
+    own = fetching(cache, tries=5, **changes.pop("remote", {}))
     return settings(
         None,
         shards=None,

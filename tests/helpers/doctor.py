@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from disco_ds.checks.report import Line
 from disco_ds.config import Config
-from disco_ds.doctor import Line
 from helpers.minimal import settings
 
 

@@ -15,12 +15,12 @@ import numpy
 import pytest
 import yaml
 
+from disco_ds.checks.recipe import check_start
+from disco_ds.checks.report import examine
 from disco_ds.cli.main import main
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import read_ds_config
 from disco_ds.distributed.comm import AgreedError, RefusedError
-from disco_ds.doctor import examine
-from disco_ds.doctor.recipe_checks import check_start
 from disco_ds.metrics.report import EXAMPLES
 from disco_ds.metrics.tracking import WANDB_ID, check_packages
 from disco_ds.run import run_training

@@ -20,6 +20,14 @@ import torchvision
 import webdataset as wds
 from PIL import Image
 
+from disco_ds.checks.recipe import (
+    check_data,
+    check_ds_config,
+    check_kernels,
+    check_start,
+)
+from disco_ds.checks.report import Line, examine
+from disco_ds.checks.samples import Findings, Inputs, check_samples
 from disco_ds.cli.main import main
 from disco_ds.config import Config, ModelSettings
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -27,15 +35,6 @@ from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data import DataError, ImageSpec, InputSpec, Loader, Share, Staging, load_sources
 from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.recipe_checks import (
-    check_data,
-    check_ds_config,
-    check_kernels,
-    check_start,
-)
-from disco_ds.doctor.samples import Findings, Inputs, check_samples
-from disco_ds.doctor.versions import check_versions
 from disco_ds.models.clip import read_preprocessing, read_text_size
 from disco_ds.training.engine import prepare
 from helpers.doctor import data_of, statuses, the
@@ -46,25 +45,6 @@ from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
 # Packages
-
-
-def test_installed_packages_fit_together() -> None:
-    assert statuses(examine("versions", check_versions)) == [("ok", "versions")]
-
-
-def test_package_outside_of_the_bounds_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wrong version of DeepSpeed comes first on the path, as after a manual installation."""
-    folder = tmp_path / "deepspeed-0.18.1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    lines = examine("versions", check_versions)
-    assert {line.status for line in lines} == {"fail"}
-    told = "\n".join(map(str, lines))
-    assert "needs deepspeed<0.20,>=0.19.8, got 0.18.1" in told
-    assert "-> pip install 'deepspeed<0.20,>=0.19.8'" in told
 
 
 @pytest.mark.slow

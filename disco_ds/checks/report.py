@@ -1,11 +1,4 @@
-"""Checks to run before training starts: `disco-ds doctor` prints the findings and the remedies.
-
-versions.py       installed packages
-recipe_checks.py  settings, loss, model, kernels and data, on this host
-samples.py        a few samples, in the form that the model gets, on this host
-hosts.py          runs folder, GPUs, and whether all hosts have the same software
-ranks.py          settings and one training step, on all ranks
-"""
+"""The result of a check, as a line of text."""
 
 from __future__ import annotations
 

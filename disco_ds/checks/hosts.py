@@ -5,16 +5,27 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from os import W_OK, access
 from pathlib import Path
 
 import torch
 
+from disco_ds.checks.report import Line
 from disco_ds.distributed.hosts import check_agreement, hash_code
-from disco_ds.doctor import Line
-from disco_ds.doctor.versions import PACKAGES, installed
 from disco_ds.runs.shared_folder import check_shared
 
+_PACKAGES = (
+    "disco_ds",
+    "torch",
+    "torchvision",
+    "triton",
+    "deepspeed",
+    "open_clip_torch",
+    "timm",
+    "webdataset",
+)
 _DISK_BYTES = 20e9
 """The check warns if less disk space is free. Four AdamW checkpoints of a model with 400 million parameters need about
 this space, at 12 bytes per parameter."""
@@ -56,7 +67,10 @@ def check_all_hosts(runs: Path) -> Iterator[Line]:
     Raises:
         ValueError: On all ranks, if the software differs or a rank does not see the folder.
     """
-    software = {name: installed(name) for name in PACKAGES}
+    software: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            software[name] = metadata.version(name)
     software |= {"Python": platform.python_version(), "code": hash_code()}
     remedy = "install the same environment and code at the same path on all hosts"
     check_agreement(software, remedy)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from disco_ds.checks.hosts import check_all_hosts, check_host
+from disco_ds.checks.ranks import check_gradients, run_alone, shrink
+from disco_ds.checks.report import Line
 from disco_ds.config import Config
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line
-from disco_ds.doctor.hosts import check_all_hosts, check_host
-from disco_ds.doctor.ranks import check_gradients, run_alone, shrink
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks

@@ -15,11 +15,11 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from disco_ds.checks.hosts import check_all_hosts
+from disco_ds.checks.report import Line, examine
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.distributed.hosts import check_agreement
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.hosts import check_all_hosts
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings
 from disco_ds.config.data import is_remote
 from disco_ds.data import (
@@ -31,7 +32,6 @@ from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import StoredEmbeddings, find_stored
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line, Status
 from disco_ds.eval.model import read_input_spec
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, share_of_equal_texts
 from disco_ds.models.clip import build_model, build_tokenizer
