@@ -80,7 +80,7 @@ def evaluate(options: Eval) -> int:
 
 
 def embed(options: Embed) -> int:
-    """Store a teacher's embeddings with the samples of a data set. Runs alone or on every rank of a launcher.
+    """Store a teacher's embeddings or similarities with the samples. Runs alone or on every rank of a launcher.
 
     Raises:
         ValueError: If the settings or the model are invalid, or if the folder given by --to has shards of another
@@ -88,7 +88,7 @@ def embed(options: Embed) -> int:
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """
-    from disco_ds.data.embed import IMAGE, TEXT, Embedder
+    from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, Scores
     from disco_ds.eval.model import in_precision, load_model, read_input_spec
     from disco_ds.models.pretrained import hash_weights
 
@@ -100,14 +100,25 @@ def embed(options: Embed) -> int:
     scale, bias = clip.logit_scale.exp().item(), clip.logit_bias
     model = in_precision(model.requires_grad_(False), config.precision)
     spec = read_input_spec(model, tokenizer)
-    embedder = Embedder(config.data, spec, model, identity, options.views, options.batch)
+    views = 10 if options.views is None and not options.score else options.views
+    embedder = Embedder(config.data, spec, model, identity, views, options.batch, options.score)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    embedder.write(options.to, rank, size)
-    if is_rank_0:
+    complete = embedder.write(options.to, rank, size)
+    if is_rank_0 and views is not None:
         known = "" if bias is None else f", bias: {bias.item():.6g}"
         print(
             f"train on {options.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
         )
+    if options.score and complete:
+        scores = Scores.load(options.to)
+        below = [
+            f"{p}% are below {scores.find_quantile(p / 100):.2f}" for p in (10, 30, 50, 70, 90)
+        ]
+        print(f"{SCORE} of {len(scores.values):,} samples: {', '.join(below)}")
+        print(f"train on data.shards={options.to} and")
+        for share in (70, 50, 30):
+            threshold = scores.find_quantile(1 - share / 100)
+            print(f"the best {share}%: data.filter='{{{SCORE}: {{min: {threshold}}}}}'")
     return 0
 
 

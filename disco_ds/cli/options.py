@@ -148,11 +148,12 @@ class Export(Command):
 
 
 class Embed(WithRecipe):
-    """Store a teacher's embeddings with the samples of a data set.
+    """Store a teacher's embeddings with the samples of a data set, or score the samples for data.filter.
 
     Examples:
       disco-ds embed --model ViT-L-14 --pretrained vit_l.pt --config recipe.yaml --to /data/with-embeddings
       torchrun --nproc-per-node 8 -m disco_ds embed --model ... (one rank per GPU)
+      disco-ds embed --score --model ViT-L-14 --pretrained vit_l.pt --config recipe.yaml --to /data/scored
     The shards have all members of the samples and two more, img.npy and txt.npy. The command prints the settings for
     training on them. Run it again to continue after an interruption.
     """
@@ -164,11 +165,16 @@ class Embed(WithRecipe):
     """The teacher's weights, as in model.pretrained."""
     to: Path = Field(title="FOLDER")
     """The folder of the new shards."""
-    views: int = Field(10, ge=0, le=1000, title="N")
+    views: int | None = Field(None, ge=0, le=1000, title="N")
     """Number of augmentations of each image, as the recipe's data section describes them; training on the shards
-    repeats them. 0: store one embedding of the image without augmentation."""
+    repeats them. 0: store one embedding of the image without augmentation. Default: 10; with --score, store no
+    embeddings."""
     batch: int = Field(256, ge=1, le=2**20, title="N")
     """Maximum number of images, or of texts, in a forward pass."""
+    score: bool = False
+    """Store each sample's similarity: the cosine of the embeddings of the image, resized as in evaluation, and of the
+    caption; the mean if there are several captions. Print quantiles and the settings of data.filter that keep the best
+    70, 50 and 30%."""
 
 
 class Report(Command):

@@ -1,4 +1,4 @@
-"""Store a teacher's embeddings with the samples, for `disco-ds embed`.
+"""Store a teacher's embeddings or similarities with the samples, for `disco-ds embed`.
 
 Every rank writes some of the shards, and no rank waits for another. A shard has a temporary name until it is complete,
 so a command that was interrupted and is run again writes only the shards that are missing.
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 import webdataset
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from disco_ds.config.data import DataSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.captions import Members, list_captions, shorten_caption
-from disco_ds.data.counter_rng import keyed_row
 from disco_ds.data.errors import (
     BrokenSample,
     DataError,
@@ -40,18 +40,20 @@ from disco_ds.data.errors import (
     name_broken,
     refuse_broken,
 )
-from disco_ds.data.images import NUM_CROP_NUMBERS, augment, find_image
+from disco_ds.data.images import augment, find_image
 from disco_ds.data.samples import InputSpec, decode_crop
 from disco_ds.data.sequential import map_in_threads
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.load import load_sources
-from disco_ds.data.sources.manifest import Manifest, write_manifest
+from disco_ds.data.sources.manifest import Manifest, load_manifest, write_manifest
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import RECORD, describe_views, find_view_key
 
 IMAGE, TEXT = "img.npy", "txt.npy"
 """Names of the sample members that store the embeddings of the image and of the captions."""
+SCORE = "similarity"
+"""Name of the field that stores the similarity of the image and the captions, for data.filter."""
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_ .-]*")
 """Matches a member name that can be the extension of a file in a tar shard."""
 logger = logging.getLogger(__name__)
@@ -63,40 +65,48 @@ class _Inputs(NamedTuple):
     name: str
     members: Members
     images: Tensor
-    """uint8. If there are views: [views, 3, H, W], a crop for each. Otherwise: [1, 3, H, W], the resized image."""
+    """[views or views + 1, 3, H, W] uint8: a crop for each view, then the resized image if it is needed."""
     keys: list[int]
     """The key of the random numbers of each view."""
     tokens: Tensor
     """The tokens of the sample's captions, a row for each caption."""
+    fields: dict[str, Any] | None
+    """The parsed json member, if the sample has one and gets a similarity."""
 
 
 @dataclass(frozen=True)
 class Embedder:
-    """Computes and stores the embeddings of the samples of one source.
+    """Computes and stores the embeddings, the similarities or both of the samples of one source.
 
     Args:
         settings: Settings of the data.
         spec: What the teacher expects of a sample.
         model: The teacher, on this rank's device, in eval mode and in the precision of the recipe.
         identity: Name and digest of the teacher, which are recorded in the folder.
-        views: Number of augmentations of each image. 0: resize the image as in evaluation instead.
+        views: Number of augmentations of each image. 0: resize the image as in evaluation instead. None: store no
+            embeddings.
         batch: Maximum number of images, or of texts, in a forward pass.
+        score: Whether to store the mean cosine of the captions' embeddings and that of the resized image.
     """
 
     settings: DataSettings
     spec: InputSpec
     model: nn.Module
     identity: dict[str, Any]
-    views: int
+    views: int | None
     batch: int
+    score: bool = False
 
-    def write(self, folder: Path, rank: int, size: int) -> None:
+    def write(self, folder: Path, rank: int, size: int) -> bool:
         """Write this rank's shards. The rank that completes the last missing shard also writes the manifest.
 
         Args:
             folder: The folder of the new shards.
             rank: Number of this rank.
             size: Number of ranks. This rank writes the shards rank, rank + size, rank + 2 * size, ...
+
+        Returns:
+            Whether this rank wrote the manifest. If no shard was missing, that is rank 0.
 
         Raises:
             ValueError: If the data settings are invalid or not supported, or if the folder has shards of another
@@ -118,8 +128,10 @@ class Embedder:
         with closing(self._embed_shards(source, missing)) as embedded:
             for shard in missing:
                 _write_shard(paths[shard], islice(embedded, source.sizes[shard]))
-        if all(path.exists() for path in paths):
+        completes = bool(missing or rank == 0) and all(path.exists() for path in paths)
+        if completes:
             write_manifest(index_shards(folder))
+        return completes
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
@@ -138,6 +150,7 @@ class Embedder:
             **data.model_dump(mode="json", include={"source", "options", "uids", "filter"}),
             "shards": data.shards and os.path.abspath(data.shards),
             **describe_views(data, self.views),
+            SCORE: self.score or None,
         }
         path = folder / RECORD
         if not path.exists():
@@ -161,9 +174,8 @@ class Embedder:
 
         For a broken sample, yield its name and the reason; for another sample that is left out, yield None.
         """
-        settings = self.settings
-        if not self.views:
-            settings = settings.model_copy(update={"crop_scale": None})
+        settings, views = self.settings, self.views or 0
+        resized = settings.model_copy(update={"crop_scale": None})
         selection = Selection.load(settings)
         lock = threading.Lock()  # a reader is not thread-safe
 
@@ -178,13 +190,16 @@ class Embedder:
                     captions = list_captions(settings.captions, members)
                     if not captions:
                         raise BrokenSample("no template of data.captions can be filled")
-                    keys = [find_view_key(picture, view) for view in range(self.views)]
-                    crops = [keyed_row(key, NUM_CROP_NUMBERS) for key in keys] or [[]]
-                    images = [
-                        decode_crop(picture, settings, self.spec.image, crop) for crop in crops
-                    ]
+                    keys = [find_view_key(picture, view) for view in range(views)]
+                    images = [decode_crop(picture, settings, self.spec.image, key) for key in keys]
+                    if self.score or not views:
+                        # The whole image is resized, so the key of a crop is not used.
+                        images.append(decode_crop(picture, resized, self.spec.image, key=0))
                     tokens = self.spec.tokenize([shorten_caption(text) for text in captions])
-                return _Inputs(name, raw, torch.stack(images), keys, tokens)
+                    fields = None
+                    if self.score and "json" in raw:
+                        fields = dict(json.loads(raw["json"]))
+                return _Inputs(name, raw, torch.stack(images), keys, tokens, fields)
             except DroppedSample:
                 return None
             except BrokenSample as error:
@@ -213,7 +228,8 @@ class Embedder:
             closing(self._read(source, shards)) as samples,
             tqdm(total=total, unit=" samples", unit_scale=True) as bar,
         ):
-            while items := list(islice(samples, max(1, self.batch // max(self.views, 1)))):
+            num = max(1, self.batch // max(self.views or 0, 1))
+            while items := list(islice(samples, num)):
                 embeddings = self._embed([item for item in items if isinstance(item, _Inputs)])
                 bar.update(len(items))
                 for item in items:
@@ -230,7 +246,7 @@ class Embedder:
 
     @torch.no_grad()
     def _embed(self, samples: Sequence[_Inputs]) -> Iterator[Members]:
-        """Yield the new members of each sample, which store the embeddings.
+        """Yield the new members of each sample, which store the embeddings and the similarity.
 
         The image embeddings have the shape [views, width]; or [width] if `views` is 0. The caption embeddings have a
         row for each caption.
@@ -238,20 +254,35 @@ class Embedder:
         if not samples:
             return
         device = next(self.model.parameters()).device
-        images = torch.cat([sample.images for sample in samples]).to(device)
-        if self.views:
-            keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
-            images = augment(images, keys, self.settings.augment)
+        views = self.views or 0
+        images = torch.stack([sample.images for sample in samples]).to(device)
+        resized, crops = images[:, views:].flatten(0, 1), images[:, :views].flatten(0, 1)
+        keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
         text = torch.cat([sample.tokens for sample in samples]).to(device)
-        rows = torch.cat([self.model(image=x)[0] for x in images.split(self.batch)])
-        texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)])
-        embeddings = rows.float().cpu(), texts.float().cpu()
-        if not all(torch.isfinite(x).all() for x in embeddings):
+        if views:
+            crops = augment(crops, keys, self.settings.augment)
+        batches = [x for group in (crops, resized) for x in group.split(self.batch) if len(x)]
+        embeddings = torch.cat([self.model(image=x)[0] for x in batches]).float().cpu()
+        texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)]).float().cpu()
+        if not (embeddings.isfinite().all() and texts.isfinite().all()):
             raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
-        images_of = embeddings[0].split([len(sample.images) for sample in samples])
-        texts_of = embeddings[1].split([len(sample.tokens) for sample in samples])
-        for image, caption in zip(images_of, texts_of, strict=True):
-            yield {IMAGE: _pack(image if self.views else image[0]), TEXT: _pack(caption)}
+        cropped = embeddings[: len(crops)].unflatten(0, (len(samples), views))
+        whole = embeddings[len(crops) :]
+        texts_of = texts.split([len(sample.tokens) for sample in samples])
+        for k, sample in enumerate(samples):
+            members: dict[str, bytes] = {}
+            if self.views is not None:
+                members[IMAGE] = _pack(cropped[k] if views else whole[k])
+                members[TEXT] = _pack(texts_of[k])
+            if self.score:
+                cosines = F.cosine_similarity(whole[k : k + 1], texts_of[k])
+                score = round(cosines.mean().item(), 4)
+                # data.filter reads the json member if there is one, otherwise the members themselves.
+                if sample.fields is None:
+                    members[SCORE] = str(score).encode()
+                else:
+                    members["json"] = json.dumps(sample.fields | {SCORE: score}).encode()
+            yield members
 
 
 def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> None:
@@ -275,6 +306,35 @@ def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> N
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The similarities that are stored in the shards of a folder."""
+
+    manifest: Manifest
+    values: np.ndarray
+    """[n] fp64, ascending."""
+    order: np.ndarray
+    """[n] int64: the number of the sample with each value, counted over all shards."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Scores:
+        """Read the similarities of all samples."""
+        manifest = load_manifest(folder)
+        values = np.empty(manifest.num_samples)
+        entries = ((shard, i) for shard, size in enumerate(manifest.sizes) for i in range(size))
+        with closing(manifest.open()) as reader:
+            for number, (shard, entry) in enumerate(entries):
+                members = reader.read(shard, entry, ("json", SCORE))
+                fields = json.loads(members["json"]) if "json" in members else members
+                values[number] = float(fields[SCORE])
+        order = np.argsort(values)
+        return cls(manifest, values[order], order)
+
+    def find_quantile(self, fraction: float) -> float:
+        """Return the similarity that this fraction of the samples is below."""
+        return float(self.values[int(fraction * len(self.values))])
 
 
 def _pack(rows: Tensor) -> bytes:

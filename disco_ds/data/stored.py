@@ -240,12 +240,13 @@ def replay(image: Image.Image, spec: ImageSpec, entry: list[Any]) -> Tensor:
     return functional.pil_to_tensor(image)
 
 
-def describe_views(settings: DataSettings, views: int) -> dict[str, Any]:
+def describe_views(settings: DataSettings, views: int | None) -> dict[str, Any]:
     """Return the settings that stored embeddings depend on: those of the captions, the images and their augmentation.
 
     Args:
         settings: Settings of the data.
         views: Number of views of each image. 0: each image has one embedding, that of the image without augmentation.
+            None: there are no embeddings.
     """
     keys = {"image_key", "transforms"}
     if views:

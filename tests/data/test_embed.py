@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import resource
 import tarfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 
+from disco_ds.checks.samples import find_kept
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
+from disco_ds.data.embed import IMAGE, TEXT
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.manifest import read_manifest
+from disco_ds.data.sources.load import load_sources
+from disco_ds.data.sources.manifest import load_manifest, read_manifest
 from disco_ds.data.stored import find_view_key
 from disco_ds.training.build import build
 from helpers.dist import run_ranks
@@ -60,7 +65,9 @@ def embed(path: Path, to: Path, *more: str) -> int:
         torch.manual_seed(4)
         torch.save(open_clip.create_model(Path(model).stem).state_dict(), weights)
     arguments = ["--model", model, "--pretrained", str(weights), "--config", str(path)]
-    return main(["embed", *arguments, "--to", str(to), "--views", "3", "--batch", "8", *more])
+    if "--score" not in more:
+        arguments += ["--views", "3"]
+    return main(["embed", *arguments, "--to", str(to), "--batch", "8", *more])
 
 
 def features_of_training(path: Path, to: Path) -> list[float]:
@@ -255,3 +262,63 @@ def build_only(config: Any) -> None:
         for batch in run.loader.first_pass():
             for side in ("image", "text"):
                 assert (batch[f"{side}_embedding"].norm(dim=1) - 1).abs().max() < 1e-2
+
+
+def scored(index: int, members: dict[str, bytes]) -> dict[str, bytes]:
+    """Return a sample with a json member, which already has a similarity of another model."""
+    fields = {"uid": f"{index:032x}", "similarity": 0.9}
+    return sample(index, members) | {"json": json.dumps(fields).encode()}
+
+
+def read_members(folder: Path) -> list[dict[str, Any]]:
+    """Return the members of all samples in the shards of a folder."""
+    manifest = load_manifest(folder)
+    with closing(manifest.open()) as reader:
+        return [reader.read(s, i) for s, size in enumerate(manifest.sizes) for i in range(size)]
+
+
+@pytest.mark.parametrize("views", [None, "0", "2"])
+def test_scores_are_mean_cosines_that_the_filter_reads(
+    views: str | None, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shards(tmp_path / "raw", [9, 4, 7], scored if views else sample)
+    to, plain = tmp_path / "scored", tmp_path / "plain"
+    assert embed(path, plain, "--views", "0") == 0
+    assert embed(path, to, "--score", *(["--views", views] if views else [])) == 0
+    expected = []
+    for members in read_members(plain):
+        image, texts = (torch.from_numpy(np.load(BytesIO(members[x]))) for x in (IMAGE, TEXT))
+        expected.append((texts.double() @ image.double()).mean().item())
+    scores = []
+    for number, members in enumerate(read_members(to)):
+        assert (IMAGE in members) == (TEXT in members) == (views is not None)
+        if views:
+            fields = json.loads(members["json"])
+            assert fields["uid"] == f"{number + (number > 4):032x}"
+            scores.append(fields["similarity"])
+        else:
+            scores.append(float(members["similarity"]))
+    assert scores == pytest.approx(expected, abs=1e-3)
+    assert len(set(scores)) > 15, "the samples must differ"
+    out = capsys.readouterr().out
+    ordered = sorted(scores)
+    assert f"10% are below {ordered[1]:.2f}, 30% are below {ordered[5]:.2f}" in out
+    for share, cut in ((70, 5), (50, 9), (30, 13)):
+        rule = f"{{similarity: {{min: {ordered[cut]}}}}}"
+        assert f"the best {share}%: data.filter='{rule}'" in out
+        data = load_config(path, [f"data.shards={to}", f"data.filter={rule}"]).data
+        assert find_kept(load_sources(data)[0], data) == pytest.approx((19 - cut) / 19)
+    assert embed(path, to) == 2, "the folder must be refused without --score"
+
+
+def test_ranks_score_all_shards(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "scored"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank, prints in (("0", False), ("1", True), ("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        assert embed(path, to, "--score") == 0
+        assert ("similarity of 19 samples" in capsys.readouterr().out) == prints
