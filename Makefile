@@ -2,7 +2,8 @@
 # make test     the tests that take about six minutes on two cores;  make test-all  every test
 #               (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test: as on a processor without fp16)
 # make test-gpu what one GPU alone can show; after 8 minutes no test is started; REHEARSE=1: the same on the CPU
-#               (docs/gpu.md)
+#               (docs/gpu.md); RANKS=2 (or 4): what needs several ranks, which share a GPU if there are fewer GPUs;
+#               NCCL=FILE: with the libnccl.so.2 in FILE instead of torch's
 # make check    lint, format and types
 # make wheel    builds sdist and wheel into dist/ and tries the wheel in an empty environment (tools/make/wheel.py)
 # make bench-gpu  losses, training steps, GradAccum, memory and data on one GPU, beside open_clip and the published losses,
@@ -40,7 +41,8 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu" --durations=30
 
 test-gpu: $(INSTALLED)
-	DISCO_DS_TEST_DEVICE=$(if $(REHEARSE),cpu,cuda) $(BIN)/python -m pytest tests/test_gpu.py -v -rsP --durations=10 --session-timeout=480
+	$(if $(NCCL),LD_PRELOAD=$(NCCL)) $(if $(RANKS),DISCO_DS_TEST_RANKS=$(RANKS)) DISCO_DS_TEST_DEVICE=$(if $(REHEARSE),cpu,cuda) \
+		$(BIN)/python -m pytest tests/test_gpu$(if $(RANKS),_ranks).py -v -rsP --durations=10 --session-timeout=480
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .

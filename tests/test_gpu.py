@@ -6,7 +6,6 @@ the doctor. Each test runs in a separate process with a timeout.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -15,68 +14,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from disco_ds.checkpoints.weights import read_weights
-from disco_ds.config import render_ds_config
-from disco_ds.config.ds_config import merge
 from disco_ds.distributed import comm
-from disco_ds.losses import build_loss
 from disco_ds.runs.run_folder import FINISHED
-from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.grad_accum import Rng
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
-from helpers.launched import alone, members, records, wait_for, write_recipe
+from helpers.launched import alone, members, records, run_program, wait_for, write_recipe
 from helpers.machine import DEVICE, HAS_FP16
-from helpers.paths import ROOT
-from helpers.precisions import PRECISIONS, REFUSED
-from helpers.towers import (
-    Batch,
-    batches,
-    build_towers,
-    distance,
-    masters,
-    tiny_config,
-    write_down,
-    write_tiny,
-)
+from helpers.one_step import COUNTS, ROUNDINGS, UNIT, one_graph, one_step, settings, step_errors
+from helpers.precisions import REFUSED
+from helpers.towers import batches, distance, write_tiny
 
 pytestmark = pytest.mark.gpu
 ON_GPU = DEVICE == "cuda"
-
-
-def run(command: list[str], timeout_s: float, folder: Path) -> str:
-    """Run a program and return its output. Then end all processes that it has left.
-
-    The test fails if the program fails or takes too long.
-    """
-    environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
-    log = folder / "said.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            for member in members(process.pid):
-                member.kill()
-            process.wait()
-    said = log.read_text(errors="replace")
-    assert code == 0, f"exit code {code} ({timeout_s:g} s allowed):\n{said[-4000:]}"
-    return said
 
 
 def jobs() -> int:
@@ -102,7 +56,7 @@ def test_kernels_are_right(tmp_path: Path) -> None:
     )
     command = ["-m", "tools.check.kernels", "--only", *names, "--jobs", str(jobs())]
     command += ["--budget", "270", "--out", str(out)]
-    said = run(command if ON_GPU else [*command, "--rehearse"], 290, tmp_path)
+    said = run_program(command if ON_GPU else [*command, "--rehearse"], 290, tmp_path)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     ended = {x["slice"] for x in results if x.get("end") == "done"}
     assert ended >= (
@@ -112,113 +66,6 @@ def test_kernels_are_right(tmp_path: Path) -> None:
 
 
 # One step
-
-SIZE, COUNTS, LR = 24, (1, 3), 1000.0
-"""LR is so large that the rounding of the weights does not matter."""
-UNIT = {"fp32": 2**-24, "tf32": 2**-11, "autocast": 2**-8, "bf16": 2**-8, "fp16": 2**-11}
-"""Relative error of one rounding: bf16 keeps 8 bits of a number, fp16 and TF32 11."""
-ROUNDINGS = 58
-"""Number of roundings on the longest path through the tiny towers, forward (29) and backward (29): patches, two norms,
-projection, unit rows, and in both blocks norm, qkv, scores, softmax, mix, projection, sum, norm, two products,
-activation, sum."""
-CASTS = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def one_graph(
-    config: Any, chunks: list[Batch], device: torch.device, cast: str, **given: Any
-) -> dict[str, Tensor]:
-    """Compute the gradient of the full-batch loss with one graph and without an engine.
-
-    Args:
-        config: The settings.
-        chunks: The micro-batches.
-        device: Device of the towers.
-        cast: Precision of the towers: fp32, autocast, bf16, fp16 or float64.
-        given: `dropout` of the text tower, and `states` of the generators before the forward of each chunk.
-    """
-    model = (
-        build_towers(config, given.get("dropout", 0.0))
-        .to(device, CASTS.get(cast, torch.float32))
-        .train()
-    )
-    rows = []
-    for number, chunk in enumerate(chunks):
-        if "states" in given:
-            given["states"][number].restore()
-        with torch.autocast(device.type, torch.bfloat16, enabled=cast == "autocast"):
-            rows.append(model(chunk["image"].to(device), chunk["text"].to(device)))
-    image, text = (torch.cat([row[side] for row in rows]).cpu() for side in (0, 1))
-    _, _, scale, bias = rows[-1]
-    # In fp16, the gradients of a mean over the batch would be subnormal, so scale the loss.
-    factor = 256.0 if cast == "fp16" else 1.0
-    (
-        factor
-        * write_down(
-            config.loss.name, image, text, scale.cpu(), None if bias is None else bias.cpu()
-        )
-    ).backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.double().cpu() / factor for name, grad in trained.items()}
-
-
-def one_step(
-    config: Any, chunks: list[Batch], dropout: float = 0.0
-) -> tuple[dict[str, Tensor], list[Rng]]:
-    """Take a step. Return its gradient, and the states of the generators before the first forward of each chunk."""
-    device, states = comm.local_device(), []
-
-    def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        if len(states) < len(chunks):
-            states.append(Rng())
-        return batch["image"].to(device), batch["text"].to(device), batch["index"].to(device)
-
-    loss = build_loss(config.loss.name).to(device)
-    engine = build_engine(
-        build_towers(config, dropout), config.optim, render_ds_config(config, comm.size())
-    )
-    engine.train()
-    set_lr(engine, LR)
-    before = masters(engine)
-    for _ in range(40):  # an fp16 loss scaler skips steps until its scale fits
-        states.clear()
-        if train_step(engine, loss, chunks, prepare, max_scale=1e9).grad_norm is not None:
-            break
-    after = masters(engine)
-    engine.destroy()
-    return {name: ((before[name] - after[name]) / LR).double().cpu() for name in before}, states
-
-
-def settings(model: str, precision: str, stage: int, count: int, loss: str) -> Any:
-    ds_config = merge({"zero_optimization": {"stage": stage}}, copy.deepcopy(PRECISIONS[precision]))
-    shape = {"global_batch": SIZE, "micro_batch": SIZE // count}
-    return tiny_config(model, ds_config, **shape, optim__lr=LR, loss__name=loss)
-
-
-def step_errors(
-    model: str, cases: list[tuple[str, int, int, str]]
-) -> dict[tuple[str, int, int, str], dict[str, float]]:
-    """Return for each case the error of a step, the error without an engine ("alone"), and the allowed error."""
-    device, found, rough = comm.local_device(), {}, {}
-    for case in cases:
-        precision, _, count, loss = case
-        config = settings(model, *case)
-        chunks = batches(count, config.micro_batch)
-        whole = [{key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}]
-        true = one_graph(config, whole, torch.device("cpu"), "float64")
-        if (precision, count, loss) not in rough:
-            rough[precision, count, loss] = distance(
-                one_graph(config, whole, device, precision), true
-            )
-        alone = rough[precision, count, loss]
-        # By default, cuDNN's convolutions use TF32.
-        unit = UNIT["tf32" if precision == "fp32" and device.type == "cuda" else precision]
-        limit = max(1e-5, min(2 * alone, ROUNDINGS * unit))
-        found[case] = {
-            "error": distance(one_step(config, chunks)[0], true),
-            "alone": alone,
-            "limit": limit,
-        }
-    return found
 
 
 @pytest.mark.timeout(150)
@@ -256,7 +103,7 @@ def replay_errors(model: str) -> list[tuple[float, float]]:
     for stage in (1, 3):
         config = settings(model, "fp32", stage, 3, "disco")
         chunks = batches(3, config.micro_batch)
-        got, states = one_step(config, chunks, dropout=0.3)
+        got, states, _ = one_step(config, chunks, dropout=0.3)
         same, other = (
             one_graph(config, chunks, device, "fp32", dropout=0.3, states=each)
             for each in (states, states[::-1])
@@ -285,7 +132,9 @@ def test_demo_learns(tmp_path: Path) -> None:
     On a CPU, an eighth gives accuracies of 4% on the set `validation` and 7% on the set `unseen`.
     """
     samples, times_chance = (20_000, (20, 5)) if ON_GPU else (8_000, (2, 2))
-    run(["-m", "tools.make.demo", f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path)
+    run_program(
+        ["-m", "tools.make.demo", f"samples={samples}", f"runs={tmp_path / 'runs'}"], 190, tmp_path
+    )
     folder = tmp_path / "runs" / "quickstart"
     found = json.loads((folder / FINISHED).read_text())
     print(found)
@@ -317,7 +166,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         "checkpoint.keep_last=9",
         "model.compile=false",  # compiling in three processes would take too long
     ]
-    run([*train, "name=whole"], 80, tmp_path)
+    run_program([*train, "name=whole"], 80, tmp_path)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     with (tmp_path / "log.txt").open("wb") as log:
@@ -345,7 +194,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     done = max(x["step"] for x in records(cut))
     assert 10 <= done < 24
     time.sleep(0.5)  # the kernel releases the lock and the device memory of the dead process
-    said = run([*train, "name=cut", "--resume", "latest"], 80, tmp_path)
+    said = run_program([*train, "name=cut", "--resume", "latest"], 80, tmp_path)
     mine, other = ([x for x in records(path) if "ids" in x] for path in (cut, whole))
     assert [(x["step"], x["ids"]) for x in mine] == [(x["step"], x["ids"]) for x in other], said
     assert len(mine) == 24
@@ -368,7 +217,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     "changes", [[], ["loss.name=disco_fused", "deepspeed=zero1", "micro_batch=32"]]
 )
 def test_doctor_finds_nothing_wrong(changes: list[str], tmp_path: Path) -> None:
-    said = run(
+    said = run_program(
         ["-m", "disco_ds", "doctor", "--config", "quickstart", *changes, "--gradients"],
         110,
         tmp_path,

@@ -243,7 +243,7 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
     if hasattr(tokenizer, "save_pretrained"):  # open_clip's built-in tokenizer has no files
         tokenizer.save_pretrained(folder)
     found = type(open_clip.get_tokenizer(f"local-dir:{folder}"))
-    if found is not type(tokenizer):
+    if not isinstance(tokenizer, found):
         raise ValueError(
             f"open_clip chose a {type(tokenizer).__name__} for model {weights.name} by its name, but would choose a "
             f"{found.__name__} for the exported folder: set text_cfg.hf_tokenizer_name in the model config"

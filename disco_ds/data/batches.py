@@ -162,7 +162,12 @@ class SharedBatches:
         ):
             stop = start + samples * math.prod(shape) * dtype.itemsize
             array = self._memory[start:stop].view(dtype)
-            arrays[name] = array.view(self._num, self._rows, *shape)
+            if len(shape) == 3:
+                # Images are stored as [H, W, 3], as they are decoded and resized.
+                array = array.view(self._num, self._rows, *shape[1:], 3).movedim(-1, 2)
+            else:
+                array = array.view(self._num, self._rows, *shape)
+            arrays[name] = array
             start = stop
         self._buffers: list[MicroBatch] = [
             {name: array[number] for name, array in arrays.items()} for number in range(self._num)

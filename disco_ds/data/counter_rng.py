@@ -68,10 +68,9 @@ def keyed_uniform(key: Tensor, num: int, start: int = 0) -> Tensor:
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
-def keyed_row(key: int, num: int, start: int = 0) -> list[float]:
-    """Return the same numbers as keyed_uniform for a single sample, but without tensors, which is faster."""
-    columns = range(start, start + num)
-    return [(_absorb_int(key, column) >> 40) * 2.0**-24 for column in columns]
+def keyed_float(key: int, column: int) -> float:
+    """Return one number of keyed_uniform for a single sample, but without tensors, which is faster."""
+    return (_absorb_int(key, column) >> 40) * 2.0**-24
 
 
 def keyed_int(*keys: int) -> int:

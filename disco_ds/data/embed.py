@@ -32,7 +32,6 @@ from tqdm import tqdm
 from disco_ds.config.data import DataSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.captions import Members, list_captions, shorten_caption
-from disco_ds.data.counter_rng import keyed_row
 from disco_ds.data.errors import (
     BrokenSample,
     DataError,
@@ -41,7 +40,7 @@ from disco_ds.data.errors import (
     name_broken,
     refuse_broken,
 )
-from disco_ds.data.images import NUM_CROP_NUMBERS, augment, find_image
+from disco_ds.data.images import augment, find_image
 from disco_ds.data.samples import InputSpec, decode_crop
 from disco_ds.data.sequential import map_in_threads
 from disco_ds.data.sources.base import Source, digest
@@ -212,12 +211,10 @@ class Embedder:
                     if not captions:
                         raise BrokenSample("no template of data.captions can be filled")
                     keys = [find_view_key(picture, view) for view in range(views)]
-                    crops = [keyed_row(key, NUM_CROP_NUMBERS) for key in keys]
-                    images = [
-                        decode_crop(picture, settings, self.spec.image, crop) for crop in crops
-                    ]
+                    images = [decode_crop(picture, settings, self.spec.image, key) for key in keys]
                     if self.score or not views:
-                        images.append(decode_crop(picture, resized, self.spec.image, []))
+                        # The whole image is resized, so the key of a crop is not used.
+                        images.append(decode_crop(picture, resized, self.spec.image, key=0))
                     tokens = self.spec.tokenize([shorten_caption(text) for text in captions])
                     fields = None
                     if self.score and "json" in raw:

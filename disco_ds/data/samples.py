@@ -8,8 +8,9 @@ loop over this list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,12 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members, Picture, find_group, pick_caption, shorten_caption
 from disco_ds.data.counter_rng import (
     CAPTION_COLUMN,
-    CROP_COLUMN,
+    keyed_float,
     keyed_int,
-    keyed_row,
     random_key,
 )
 from disco_ds.data.errors import DataError, breaks_sample
 from disco_ds.data.images import (
-    NUM_CROP_NUMBERS,
     ImageSpec,
     decode_image,
     decode_pixels,
@@ -123,9 +122,8 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
     """
     with breaks_sample():
         sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
-        # The first random numbers of the row determine the crop; the last two select the caption.
-        numbers = keyed_row(sample["view_key"], CAPTION_COLUMN + 2, CROP_COLUMN)
-        drawn = numbers[CAPTION_COLUMN], numbers[CAPTION_COLUMN + 1]
+        uniform = partial(keyed_float, sample["view_key"])
+        drawn = uniform(CAPTION_COLUMN), uniform(CAPTION_COLUMN + 1)
         caption = pick_caption(settings.captions, members, *drawn)
         picture = find_image(members, settings.image_key)
         if settings.group_by:
@@ -139,24 +137,21 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
             view = read_view(spec.stored, members, settings.captions, drawn, picture, key)
             sample["view_key"], recorded = view.key, view.recorded
             sample["image_embedding"], sample["text_embedding"] = view.image, view.text
-            numbers = keyed_row(view.key, NUM_CROP_NUMBERS)
         if recorded:
             image = decode_image(picture, settings.max_pixels)
             sample["image"] = replay(image, spec.image, recorded)
         else:
-            crop = numbers[:NUM_CROP_NUMBERS]
-            sample["image"] = decode_crop(picture, settings, spec.image, crop)
+            sample["image"] = decode_crop(picture, settings, spec.image, sample["view_key"])
     return sample
 
 
-def decode_crop(
-    picture: Picture, settings: DataSettings, spec: ImageSpec, numbers: Sequence[float]
-) -> Tensor:
-    """Decode an image to [3, H, W] uint8, with the random crop that NUM_CROP_NUMBERS random numbers determine."""
+def decode_crop(picture: Picture, settings: DataSettings, spec: ImageSpec, key: int) -> Tensor:
+    """Decode an image to [3, H, W] uint8, with the random crop that the key of its random numbers determines."""
     if settings.crop_scale is None:
         return resize_for_evaluation(decode_image(picture, settings.max_pixels), spec)
     pixels = decode_pixels(picture, settings.max_pixels)
-    return resize_random_crop(pixels, spec, settings.crop_scale, settings.crop_ratio, numbers)
+    uniform = partial(keyed_float, key)
+    return resize_random_crop(pixels, spec, settings.crop_scale, settings.crop_ratio, uniform)
 
 
 def _tokenize(tokenize: Tokenize, caption: str, length: int) -> Tensor:
@@ -196,13 +191,17 @@ def generate(members: Members, key: SampleKey, settings: DataSettings, spec: Inp
     """Generate a synthetic sample from its id and the seed (implements Prepare). No two samples share a group."""
     # The epoch is not part of the seed, so a sample has the same image and caption in every epoch.
     random = torch.Generator().manual_seed(keyed_int(key.seed, key.sample_id))
-    cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
+    cells = torch.randint(256, (3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
+    # The cell of each row and column of pixels.
+    numbers = torch.arange(float(_CELLS))[None, None]
+    rows, columns = (F.interpolate(numbers, side)[0, 0].int() for side in spec.image.size)
+    image = cells.permute(1, 2, 0).index_select(1, columns).index_select(0, rows)
     text = torch.randint(spec.vocab_size - 2, (spec.context_length,), generator=random)
     # Use the start and end tokens of open_clip's tokenizer. Text towers pool at the largest token, the end token.
     text[0] = spec.vocab_size - 2
     text[-1] = spec.vocab_size - 1
     return {
-        "image": F.interpolate(cells, spec.image.size, mode="nearest")[0],
+        "image": image.permute(2, 0, 1),
         "text": text,
         "index": key.sample_id,
         "epoch": key.epoch,

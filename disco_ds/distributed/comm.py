@@ -30,6 +30,8 @@ Group = Any
 Result = TypeVar("Result")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Maps the name of a dtype in the settings to the dtype."""
+SHARE_GPUS = "DISCO_DS_SHARE_GPUS"
+"""Environment variable for tests: "1" lets several ranks share a GPU (docs/gpu.md)."""
 
 
 _next_port: int | None = None
@@ -45,7 +47,8 @@ def init(timeout_s: float) -> None:
         timeout_s: Timeout of collectives, for all groups created from now on, including ZeRO's groups.
 
     Raises:
-        ValueError: If a variable shows that there are several processes, but RANK is not set.
+        ValueError: If a variable shows that there are several processes, but RANK is not set. Also if this rank has no
+            GPU of its own.
         RendezvousError: If the ranks cannot meet.
     """
     from torch.distributed import distributed_c10d
@@ -65,7 +68,9 @@ def init(timeout_s: float) -> None:
                 )
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    # DeepSpeed 0.19 takes LOCAL_RANK as the number of the device, in the engine, in ZeRO 3 and for NCCL.
+    os.environ["LOCAL_RANK"] = str(_device_number())
+    get_accelerator().set_device(_device_number())
     if uses_nccl():
         # Keep a record of the last collectives (heartbeat.py). Variables that the user has set are not changed.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -171,7 +176,27 @@ def local_device() -> torch.device:
     accelerator = get_accelerator()
     if "LOCAL_RANK" not in os.environ:
         return torch.device(accelerator.current_device_name())
-    return torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))
+    return torch.device(accelerator.device_name(_device_number()))
+
+
+def _device_number() -> int:
+    """Return the number of this rank's device on its host: LOCAL_RANK, or less if ranks share devices.
+
+    Raises:
+        ValueError: If the host has too few devices, and SHARE_GPUS does not allow sharing.
+    """
+    accelerator, local = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    count = max(accelerator.device_count(), 1)
+    if accelerator.device_name() == "cpu" or local < count:
+        return local
+    number = local % count
+    if os.environ.get(SHARE_GPUS) != "1":
+        rank = int(os.environ.get("RANK", local))
+        raise ValueError(
+            f"rank {rank} has LOCAL_RANK {local}, but this host has only {count} GPU(s), so it would share GPU "
+            f"{number} with rank {rank - local + number}: start one rank per GPU, or set {SHARE_GPUS}=1 for a test"
+        )
+    return number
 
 
 def uses_nccl() -> bool:

@@ -45,6 +45,7 @@ from disco_ds.models.pretrained import (
     read_folder,
     read_overrides,
 )
+from disco_ds.models.tokenizer import FastTokenizer
 from disco_ds.models.two_towers import TwoTowers, build_two_towers, freeze_statistics
 from disco_ds.names import did_you_mean, load_custom
 
@@ -411,7 +412,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
         )
     if problem := _find_token_mismatch(getattr(model, "text", model), tokenizer):
         raise ValueError(f"model {settings.name}: {problem}")
-    return tokenizer
+    return FastTokenizer(tokenizer) if type(tokenizer) is SimpleTokenizer else tokenizer
 
 
 def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:

@@ -15,6 +15,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image, features
+from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
@@ -98,7 +99,7 @@ def test_evaluation_of_a_very_long_image_does_not_fill_the_memory() -> None:
 def test_random_crop_resizes_its_box_as_pil(interpolation: Literal["bicubic", "bilinear"]) -> None:
     image, numbers = (
         noise(90, 60),
-        torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist(),
+        torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist().__getitem__,
     )
     left, top, width, height = _crop_box(90, 60, (0.2, 0.6), (0.75, 4 / 3), numbers)
     expected = TF.resized_crop(
@@ -111,6 +112,28 @@ def test_random_crop_resizes_its_box_as_pil(interpolation: Literal["bicubic", "b
     )
     assert difference.abs().max() <= 1
     assert difference.abs().float().mean() < 0.1
+
+
+def test_random_crop_does_not_depend_on_the_layout_of_the_image() -> None:
+    image = TF.pil_to_tensor(noise(90, 60))
+    for interpolation in ("bicubic", "bilinear"):
+        for number in range(20):
+            uniform = torch.rand(22, generator=torch.Generator().manual_seed(number)).tolist()
+            left, top, width, height = _crop_box(
+                90, 60, (0.2, 1.0), (0.75, 4 / 3), uniform.__getitem__
+            )
+            crop = image[None, :, top : top + height, left : left + width]
+            expected = F.interpolate(
+                crop, (16, 24), mode=interpolation, align_corners=False, antialias=True
+            )[0]
+            interleaved = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+            spec = ImageSpec((16, 24), interpolation)
+            for each in (image, interleaved):
+                found = resize_random_crop(
+                    each, spec, (0.2, 1.0), (0.75, 4 / 3), uniform.__getitem__
+                )
+                assert torch.equal(found, expected)
+                assert found.permute(1, 2, 0).is_contiguous()
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -127,7 +150,7 @@ def test_pixels_are_those_of_pil(kind: str, mode: str) -> None:
 
 def test_crop_boxes_follow_area_and_ratio() -> None:
     numbers = torch.rand(2000, 22, generator=torch.Generator().manual_seed(1)).tolist()
-    boxes = [_crop_box(300, 200, (0.3, 0.5), (0.75, 4 / 3), row) for row in numbers]
+    boxes = [_crop_box(300, 200, (0.3, 0.5), (0.75, 4 / 3), row.__getitem__) for row in numbers]
     areas = torch.tensor([w * h / 60_000 for _, _, w, h in boxes])
     ratios = torch.tensor([math.log(w / h) for _, _, w, h in boxes])
     assert 0.295 < areas.min() < 0.305
@@ -146,7 +169,7 @@ def test_crop_boxes_follow_area_and_ratio() -> None:
 def test_crop_of_a_shape_that_never_fits_is_the_centre(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), [0.5] * 22) == box
+    assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), lambda column: 0.5) == box
 
 
 def gray_tiff(bits: int, photometric: int, data: bytes, order: str = "<") -> bytes:

@@ -277,6 +277,7 @@ def test_micro_batch_has_only_the_arrays_that_the_run_needs() -> None:
             array, (dtype, shape) = batches[number][name], arrays[name]
             assert (array.dtype, array.shape) == (dtype, (5, *shape))
             assert (array == value).all()
+        assert batches[0]["image"].is_contiguous(memory_format=torch.channels_last)
         batches.close()
 
 
@@ -285,7 +286,10 @@ def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None
     for kept_on, num in places:
         loader = make_loader(manifest, settings(), micro_batch=3, kept_on=kept_on)
         loader.start_step()
-        assert len({batch["image"].data_ptr() for batch in loader.first_pass()}) == num
+        images = [batch["image"] for batch in loader.first_pass()]
+        assert len({image.data_ptr() for image in images}) == num
+        # The copies have the layout of the buffers on the host.
+        assert all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
         loader.close()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.data import Source
-from disco_ds.data.counter_rng import keyed_permutation, keyed_row, keyed_uniform, random_key
+from disco_ds.data.counter_rng import keyed_float, keyed_permutation, keyed_uniform, random_key
 from disco_ds.data.order import DataOrder, mix_sources
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
@@ -144,11 +144,11 @@ def test_keyed_uniform_columns_do_not_depend_on_the_request() -> None:
     assert len({tuple(row.tolist()) for row in whole}) == 3
 
 
-def test_keyed_row_is_the_samples_row_of_keyed_uniform() -> None:
+def test_keyed_float_is_a_number_of_keyed_uniform() -> None:
     epoch, index = torch.tensor([0, 3, 1]), torch.tensor([0, 2**33 + 1, 99])
     for seed in (0, 17, 2**64 - 1):
         key = keys(seed, epoch, index)
-        rows = [keyed_row(each, 23, 4) for each in key.tolist()]
+        rows = [[keyed_float(each, column) for column in range(4, 27)] for each in key.tolist()]
         assert rows == keyed_uniform(key, 23, 4).tolist()
 
 

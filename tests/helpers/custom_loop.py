@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from disco_ds.distributed import comm
+from disco_ds.losses import build_loss
+from disco_ds.training.custom_loop import contrastive_step
+from helpers.one_step import LR
+from helpers.towers import distance, masters, write_down
 
 PER_RANK, WIDTH, D = 8, 12, 16
 Batch = dict[str, Any]
@@ -112,3 +121,45 @@ def ds_config(stage: int, precision: str, K: int, **changes: Any) -> dict[str, A
         "bf16": {"enabled": precision == "bf16"},
         "zero_allow_untested_optimizer": True,
     }
+
+
+def _forward(model: nn.Module, sides: list[Tensor]) -> Any:
+    return model(*sides)
+
+
+def contrastive_errors() -> dict[str, float]:
+    """Return the error of the gradient of contrastive_step for each engine, compared with one process on the CPU."""
+    device, rank, found = comm.local_device(), comm.rank(), {}
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(PER_RANK * comm.size(), WIDTH, generator=generator) for _ in range(2)]
+    mine = [x[rank * PER_RANK : (rank + 1) * PER_RANK].to(device) for x in whole]
+    alone = make("image-text").eval()  # without dropout
+    first, second, scale = alone(*whole)
+    write_down("disco", first, second, scale, None).backward()
+    true: Any = {name: p.grad for name, p in alone.named_parameters()}
+    for engine, K in itertools.product(("ddp", "fsdp2", "zero1", "zero3"), (1, 4)):
+        model: Any = make("image-text").eval().to(device)
+        wrapped, before = model, {}
+        if engine == "ddp":
+            wrapped = DistributedDataParallel(model)
+        elif engine == "fsdp2":
+            for part in (model.first, model.second, model):
+                fully_shard(part)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            config = ds_config(int(engine[4]), "fp32", K)
+            wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            wrapped.eval()
+            before = masters(wrapped)
+        loss = build_loss("disco_fused", precision="fp32", tile=(8, 8))
+        forward = partial(_forward, wrapped)
+        contrastive_step(wrapped, loss, mine, forward, micro_batches=K)
+        if before:
+            after = masters(wrapped)
+            got = {name: (before[name] - after[name]) / LR for name in before}
+            wrapped.destroy()
+        else:
+            grads = {name: p.grad for name, p in model.named_parameters()}
+            got = {k: g.full_tensor() if engine == "fsdp2" else g for k, g in grads.items()}
+        found[f"{engine} K={K}"] = distance({name: x.cpu() for name, x in got.items()}, true)
+    return found

@@ -29,6 +29,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import become_rank, free_port
+from helpers.paths import ROOT
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
 
@@ -278,3 +279,32 @@ def alone() -> dict[str, str]:
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def run_program(command: list[str], timeout_s: float, folder: Path) -> str:
+    """Run a program and return its output. Then end all processes that it has left.
+
+    The test fails if the program fails or takes too long.
+    """
+    environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
+    log = folder / "said.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            for member in members(process.pid):
+                member.kill()
+            process.wait()
+    said = log.read_text(errors="replace")
+    assert code == 0, f"exit code {code} ({timeout_s:g} s allowed):\n{said[-4000:]}"
+    return said

@@ -1,17 +1,24 @@
-"""Custom tokenizers are refused if the text tower does not pool their end token, or does not mask their padding."""
+"""Custom tokenizers are refused if the text tower does not pool their end token, or does not mask their padding.
+
+The faster form of open_clip's built-in tokenizer returns the same tokens.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from open_clip.tokenizer import SimpleTokenizer
 
 from disco_ds.config import ModelSettings
 from disco_ds.models.clip import build_model, build_tokenizer
+from disco_ds.models.tokenizer import FastTokenizer
 from helpers.architectures import write_words
 from helpers.towers import TINY
 
@@ -63,3 +70,46 @@ def test_padding_that_the_text_tower_does_not_mask_is_refused(tmp_path: Path) ->
     features = model.eval()(text=tokenizer(TEXTS))[1]
     without_padding = model(text=tokenizer(TEXTS[:1], context_length=9))[1]
     torch.testing.assert_close(features[:1], without_padding)
+
+
+def list_captions() -> list[str]:
+    """Return every ASCII character in several positions, and 10,000 random captions, half of them plain text."""
+    draw = random.Random(0)
+    printable = "".join(map(chr, range(32, 127)))
+    parts = [
+        *WORDS,
+        *TEXTS,
+        "it's",
+        "DON'T",
+        "<end_of_text>",
+        "&amp;",
+        "&lt",
+        "a_b",
+        "3.14",
+        "\u2019",
+        "\x1b[31m",
+    ]
+    captions = [
+        "",
+        *(text.replace("?", chr(i)) for i in range(128) for text in ("?", "A? b", "1??2")),
+    ]
+    for number in range(10_000):
+        if number % 2:
+            word = "".join(draw.choices(printable.replace("&", ""), k=draw.randrange(9)))
+            captions.append(
+                " ".join(draw.choices([*WORDS, word, "It's", " "], k=draw.randrange(1, 9)))
+            )
+        else:
+            top = draw.choice([128, 256, 0x3000, 0x1FFFF])
+            letters = [chr(draw.randrange(top)) for _ in range(4)]
+            letters = [letter for letter in letters if not 0xD800 <= ord(letter) < 0xE000]
+            captions.append("".join(draw.choices([*letters, *parts, " "], k=draw.randrange(1, 9))))
+    return captions
+
+
+@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+def test_fast_tokenizer_returns_the_tokens_of_open_clip(clean: str) -> None:
+    reference = SimpleTokenizer(clean=clean, context_length=24)
+    fast = pickle.loads(pickle.dumps(FastTokenizer(reference)))
+    captions = list_captions()
+    assert torch.equal(fast(captions), reference(captions))

@@ -103,11 +103,12 @@ def our_batches(folder: Path, size: int) -> Iterator[Any]:
 
     from disco_ds.config import DataSettings
     from disco_ds.data import ImageSpec, InputSpec, Loader, Share, load_manifest
+    from disco_ds.models.tokenizer import FastTokenizer
 
     settings = DataSettings(
         shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0}
     )
-    tokenizer = open_clip.get_tokenizer(TOKENIZER)
+    tokenizer = FastTokenizer(open_clip.get_tokenizer(TOKENIZER))
     inputs = InputSpec(ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408)
     loader = Loader(settings, [load_manifest(folder)], inputs, Share(0, 1, BATCH, BATCH), 0)
     try:

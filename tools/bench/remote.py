@@ -44,6 +44,7 @@ from disco_ds.data import (
     write_manifest,
 )
 from disco_ds.data.sources.load import count_slots, mix
+from disco_ds.models.tokenizer import FastTokenizer
 from tools.bench.data import TOKENIZER, make_jpeg
 
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
@@ -125,7 +126,7 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
         settings = DataSettings(shards=text, manifest=manifest, remote=remote, **shape)
         inputs = InputSpec(
             ImageSpec((32, 32), "bicubic", "shortest"),
-            open_clip.get_tokenizer(TOKENIZER),
+            FastTokenizer(open_clip.get_tokenizer(TOKENIZER)),
             77,
             49408,
         )

@@ -16,7 +16,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -227,7 +229,25 @@ def logged_case(host: Host) -> None:
     metrics.close()
 
 
+def shared_case(host: Host) -> None:
+    """Be the second rank of a host with one GPU. That is refused, unless the ranks may share the GPU."""
+    host.answers = {"read_fits": True, "backward_and_step": True}
+    given = {"RANK": "1", "LOCAL_RANK": "1", comm.SHARE_GPUS: "0"}
+    with mock.patch.dict(os.environ, given):
+        for use in (comm.local_device, partial(comm.init, 60)):
+            with pytest.raises(ValueError, match=r"rank 1 .*GPU 0 with rank 0.*" + comm.SHARE_GPUS):
+                use()
+        os.environ[comm.SHARE_GPUS] = "1"
+        comm.init(60)
+        assert comm.local_device() == torch.device("cuda", 0)
+        for stage in (1, 3):
+            training = Training(stage, "autocast", 1)
+            assert training.engine.device == torch.device("cuda", 0)
+            assert training.step()[0].grad_norm is not None
+
+
 def step_cases() -> Iterator[tuple[str, Case]]:
+    yield "step of a rank that shares the GPU", Case(shared_case)
     for stage in range(4):
         for K in (1, 3):
             run = partial(step_case, stage, "autocast", K)
