@@ -150,7 +150,7 @@ class Embedder:
                 entry = int(scores.order[k] - ends[shard]) + scores.manifest.sizes[shard]
                 members = selection.read(reader, shard, entry)
                 picture = find_image(members, settings.image_key)
-                image = decode_crop(picture, settings, self.spec.image, [])
+                image = decode_crop(picture, settings, self.spec.image, key=0)
                 yield image, list_captions(settings.captions, members)[0], f"{scores.values[k]:.4f}"
 
     def _record(self, folder: Path, source: Source) -> None:
