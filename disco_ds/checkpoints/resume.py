@@ -76,6 +76,7 @@ MAY_BE_ALLOWED = {
     ),
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
+    *(f"loss.options.{name}" for name in ("gamma_min", "gamma_epochs")),
 }
 """Settings that --allow-change may name. The other settings in identity_of must never change on resume: they
 decide which samples are read, or to which model, optimizer and loss the saved state belongs."""

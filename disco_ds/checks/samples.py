@@ -46,7 +46,7 @@ _NUM_ROWS = 1_000_000
 """Maximum number of rows of a csv file that are checked."""
 _NUM_FILTERED = 10_000
 """Number of samples of each source to which data.filter is applied."""
-_NUM_SHOWN = 24
+NUM_SHOWN = 24
 """Number of samples that are shown in the picture, and whose captions are encoded."""
 _MIN_SAMPLES = 8
 """The doctor does not warn about captions and colors if it has read fewer samples than this."""
@@ -123,7 +123,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         yield describe(part, findings)
         samples += findings.samples
         first_id += source.num_samples
-    num = min(_NUM_SHOWN, len(samples))
+    num = min(NUM_SHOWN, len(samples))
     shown = [samples[i * len(samples) // num] for i in range(num)]  # evenly spaced
     yield from inputs.check_texts(shown)
     if picture:
@@ -313,17 +313,30 @@ class Inputs:
 
     def draw(self, samples: list[Sample], path: Path) -> None:
         """Write a picture of samples after augmentation, each with its caption and number of tokens."""
-        from matplotlib.figure import Figure
+        pairs = []
+        for sample in samples:
+            tokens = f"{sample.num_tokens} of {len(sample.text)} tokens"
+            pairs.append((self.augment(sample), sample.caption, tokens))
+        draw_pairs(pairs, path)
 
-        figure = Figure(figsize=(12, 9.5), layout="constrained")
-        for number, sample in enumerate(samples):
-            axis = figure.add_subplot(4, 6, number + 1)
-            axis.set_axis_off()
-            axis.imshow(self.augment(sample).permute(1, 2, 0))
-            words = textwrap.wrap(sample.caption, 26, max_lines=3, placeholder=" ...")
-            words.append(f"{sample.num_tokens} of {len(sample.text)} tokens")
-            axis.set_title("\n".join(words), fontsize=8, parse_math=False)
-        figure.savefig(path, dpi=80)
+
+def draw_pairs(pairs: Iterable[tuple[Tensor, str, str]], path: Path) -> None:
+    """Write a picture of up to 24 pairs.
+
+    Args:
+        pairs: An image [3, H, W], its caption and a note for each pair.
+        path: Path of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 9.5), layout="constrained")
+    for number, (image, caption, note) in enumerate(pairs):
+        axis = figure.add_subplot(4, 6, number + 1)
+        axis.set_axis_off()
+        axis.imshow(image.permute(1, 2, 0))
+        words = textwrap.wrap(caption, 26, max_lines=3, placeholder=" ...")
+        axis.set_title("\n".join([*words, note]), fontsize=8, parse_math=False)
+    figure.savefig(path, dpi=80)
 
 
 def describe(data: DataSettings, findings: Findings) -> Line:

@@ -88,6 +88,7 @@ def embed(options: Embed) -> int:
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """
+    from disco_ds.checks.samples import NUM_SHOWN, draw_pairs
     from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, Scores
     from disco_ds.eval.model import in_precision, load_model, read_input_spec
     from disco_ds.models.pretrained import hash_weights
@@ -118,7 +119,10 @@ def embed(options: Embed) -> int:
         print(f"train on data.shards={options.to} and")
         for share in (70, 50, 30):
             threshold = scores.find_quantile(1 - share / 100)
-            print(f"the best {share}%: data.filter='{{{SCORE}: {{min: {threshold}}}}}'")
+            picture = options.to / f"best_{share}.png"
+            draw_pairs(embedder.read_pairs(scores, threshold, NUM_SHOWN), picture)
+            rule = f"{{{SCORE}: {{min: {threshold}}}}}"
+            print(f"the best {share}%: data.filter='{rule}'; the pairs around it: {picture}")
     return 0
 
 

@@ -133,6 +133,26 @@ class Embedder:
             write_manifest(index_shards(folder))
         return completes
 
+    def read_pairs(
+        self, scores: Scores, threshold: float, num: int
+    ) -> Iterator[tuple[Tensor, str, str]]:
+        """Yield the resized image, the first caption and the similarity of the pairs around a threshold."""
+        # The filter applied to the original samples. It may name a similarity that has been replaced.
+        changes: dict[str, Any] = {"crop_scale": None, "uids": None, "filter": {}}
+        settings = self.settings.model_copy(update=changes)
+        selection = Selection.load(settings)
+        middle = int(np.searchsorted(scores.values, threshold))
+        start = max(min(middle - num // 2, len(scores.values) - num), 0)
+        ends = np.cumsum(scores.manifest.sizes)
+        with closing(scores.manifest.open()) as reader:
+            for k in range(start, min(start + num, len(scores.values))):
+                shard = int(np.searchsorted(ends, scores.order[k], side="right"))
+                entry = int(scores.order[k] - ends[shard]) + scores.manifest.sizes[shard]
+                members = selection.read(reader, shard, entry)
+                picture = find_image(members, settings.image_key)
+                image = decode_crop(picture, settings, self.spec.image, key=0)
+                yield image, list_captions(settings.captions, members)[0], f"{scores.values[k]:.4f}"
+
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
 

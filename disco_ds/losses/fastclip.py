@@ -48,8 +48,10 @@ class FastCLIPLoss(TiledLoss):
         gamma: Schedule of gamma, the weight of the current batch in u. "constant": 1 in the first epoch, then
             gamma_min. "cosine": falls from 1 to gamma_min along a cosine over gamma_epochs epochs, changing once per
             epoch. "fractional": the same cosine, but gamma changes at every step. None: the preset's schedule.
-        gamma_min: Final value of gamma.
-        gamma_epochs: Number of epochs until gamma reaches gamma_min. None: half of the run's epochs.
+        gamma_min: Final value of gamma. None: 0.2 if gamma is constant or gamma_epochs is set; otherwise
+            min(1, 4.177 E^-0.7265) in a run of E epochs, from FastCLIP's authors (README of DRRho-CLIP).
+        gamma_epochs: Number of epochs until gamma reaches gamma_min. None: half of the run's epochs if gamma_min is
+            set; otherwise all of them.
         eps: Added to u in the logarithm.
         tau: Initial temperature. None: the preset's value.
         memory: Where the per-sample state is stored: "device" or "host".
@@ -68,7 +70,7 @@ class FastCLIPLoss(TiledLoss):
     def __init__(
         self,
         gamma: GammaSchedule | None = None,
-        gamma_min: Annotated[float, Field(gt=0, le=1)] = 0.2,
+        gamma_min: Annotated[float, Field(gt=0, le=1)] | None = None,
         gamma_epochs: Annotated[int, Field(ge=1)] | None = None,
         eps: Annotated[float, Field(ge=0)] = 1e-14,
         tau: Annotated[float, Field(gt=0)] | None = None,
@@ -78,7 +80,7 @@ class FastCLIPLoss(TiledLoss):
         super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
         self.gamma_min = gamma_min
-        self.gamma_epochs = gamma_epochs
+        self.gamma_epochs: float | None = gamma_epochs
         self.eps = eps
         self.tau = self.default_tau if tau is None else tau
         self.initial_scale = 1 / self.tau
@@ -95,8 +97,13 @@ class FastCLIPLoss(TiledLoss):
             raise ValueError(
                 f"{type(self).__name__} keeps state for every sample, so data.index must not be none"
             )
-        if self.gamma_epochs is None:
+        if self.gamma_schedule == "constant" or self.gamma_epochs is not None:
+            self.gamma_min = self.gamma_min or 0.2
+        elif self.gamma_min is not None:
             self.gamma_epochs = max(run_samples // (2 * num_samples), 1)
+        else:
+            self.gamma_epochs = max(run_samples / num_samples, 1.0)
+            self.gamma_min = min(1.0, 4.177 * self.gamma_epochs**-0.7265)
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
 
     def current_gamma(self) -> float:
@@ -105,6 +112,7 @@ class FastCLIPLoss(TiledLoss):
         epoch = state.samples / state.num_samples
         if self.gamma_schedule != "fractional":
             epoch = state.samples // state.num_samples
+        assert self.gamma_min is not None
         if self.gamma_schedule == "constant":
             return 1.0 if epoch == 0 else self.gamma_min
         assert self.gamma_epochs is not None

@@ -63,6 +63,14 @@ def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name:
     assert lines[0].endswith(" now")
 
 
+def test_schedule_of_gamma_may_be_allowed_to_change() -> None:
+    now = identify(loss__options={"gamma_min": 0.2, "gamma_epochs": 16})
+    with pytest.raises(ValueError, match=r"--allow-change loss\.options\.gamma_epochs,") as caught:
+        refuse_changes(stored(identify()), now)
+    allowed = str(caught.value).rpartition("--allow-change ")[2].split()[0].split(",")
+    refuse_changes(stored(identify()), now, allowed)
+
+
 def test_ranks_stage_and_precision_are_the_shape_and_no_refused_change() -> None:
     config = tiny_config("tiny", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
     refuse_changes(stored(identify()), identity_of(config, "abc", TINY))

@@ -290,13 +290,38 @@ def test_gamma_by_hand():
 
     assert gammas("sogclr") == [1.0, 1.0, 0.2, 0.2, 0.2, 0.2]
     assert gammas("fastclip_v1", gamma_epochs=2) == pytest.approx([1.0, 1.0, 0.6, 0.6, 0.2, 0.2])
-    half = build_loss("fastclip_v1")
+    half = build_loss("fastclip_v1", gamma_min=0.2)
     half.set_num_samples(8, 7 * 8)
     assert isinstance(half, FastCLIPLoss)
     assert half.gamma_epochs == 3, "the default must be half the epochs of the run"
     quarter = 0.2 + 0.8 * (1 + 0.5**0.5) / 2
     fractional = gammas("fastclip_v3", gamma="fractional", gamma_epochs=2)
     assert fractional == pytest.approx([1.0, quarter, 0.6, 1.2 - quarter, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "epochs", "gamma_min", "gamma_epochs"),
+    [
+        ("fastclip_v3", {}, 1, 1.0, 1),
+        ("fastclip_v3", {}, 10, 0.7841, 10),
+        ("fastclip_v0", {}, 30, 0.3530, 30),
+        ("fastclip_v1", {}, 32.5, 0.3330, 32.5),
+        ("fastclip_v3", {"gamma_min": 0.8}, 30, 0.8, 15),
+        ("fastclip_v3", {"gamma_epochs": 18}, 37, 0.2, 18),
+        ("fastclip_v3", {"gamma": "constant"}, 30, 0.2, None),
+        ("isogclr", {}, 30, 0.2, None),
+    ],
+)
+def test_default_gamma_follows_the_epochs_of_the_run(
+    name: str, options: dict[str, Any], epochs: float, gamma_min: float, gamma_epochs: float | None
+) -> None:
+    loss: Any = build_loss(name, **options)
+    loss.set_num_samples(8, int(epochs * 8))
+    assert loss.gamma_min == pytest.approx(gamma_min, abs=1e-4)
+    assert loss.gamma_epochs == gamma_epochs
+    loss.state.samples = int(epochs * 8)
+    # The cosine schedule changes gamma once per epoch, so it may end in the middle of an epoch.
+    assert loss.current_gamma() == pytest.approx(gamma_min, abs=2e-3)
 
 
 def parts_after(path: Path, name: str, steps: int, load: Path | None) -> None:
