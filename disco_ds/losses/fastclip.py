@@ -156,8 +156,18 @@ class FastCLIPLoss(TiledLoss):
         """Apply the per-sample state that the last forward staged."""
         self._state().commit()
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the samples that this rank owns."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of the samples that this rank owns.
+
+        Raises:
+            ValueError: If another module calls this to build its own state_dict. The result could not be loaded.
+        """
+        if args or kwargs:
+            raise ValueError(
+                f"{type(self).__name__} cannot be a part of another module's state_dict, because each rank keeps the "
+                "state of different samples; save the loss.state_dict() of every rank, and pass the list of all of "
+                "them to load_state_parts"
+            )
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
