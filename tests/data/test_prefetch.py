@@ -19,7 +19,7 @@ from disco_ds.data.errors import CacheFullError
 from disco_ds.data.order import DataOrder, mix_sources
 from disco_ds.data.remote.fetching import fetch_temporary, progress
 from disco_ds.data.remote.prefetch import FetchAhead
-from helpers.remote import open_cache
+from helpers.remote import fetching, open_cache
 from helpers.shards import make_loader, read_step, settings, write_shards
 from helpers.waiting import wait_for
 from helpers.web import Server
@@ -281,11 +281,7 @@ def test_workers_have_fetched_what_comes_next_and_the_order_is_the_same(
     manifest = shards.folder / "manifest.json"
     text, found = server.url + "/{00000..00007}.tar", {}
     for least in (0, 1):
-        own = {
-            "cache": tmp_path / f"cache-{least}",
-            "timeout_s": 20.0,
-            "prefetch_shards": least,
-        }
+        own = fetching(tmp_path / f"cache-{least}", tries=5, prefetch_shards=least)
         data = settings(
             text, manifest=manifest, remote=own, slots=2, window=5, workers=1, prefetch=1
         )
