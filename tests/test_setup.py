@@ -84,7 +84,7 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def test_what_the_tests_import_is_declared() -> None:
-    own = {"disco_ds", "helpers", "tools"}
+    own = {"disco_ds", "helpers", "tools", "examples"}
     allowed = declared()
     assert undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own) <= OPTIONAL.keys()
 
