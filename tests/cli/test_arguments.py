@@ -21,6 +21,32 @@ from disco_ds.launch.launcher import front_end
 from disco_ds.launch.packing import pack
 from tools.make import demo
 
+WITHOUT_TORCH = """
+import sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.stdout.flush()
+            raise SystemExit(7)
+sys.meta_path.insert(0, Stop())
+from disco_ds.cli.main import main
+main(["train", "--config", "quickstart"])
+"""
+
+
+def test_train_prints_a_line_before_it_loads_torch(tmp_path: Path) -> None:
+    """The program ends with code 7 as soon as torch is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.startswith("quickstart: loading ")
+
+
 # The dry run
 
 

@@ -314,10 +314,13 @@ def test_a_monitor_that_cannot_write_costs_the_others_nothing(
 
 def log_on_ranks(folder: str) -> dict[str, Any] | None:
     rank = comm.rank()
-    metrics = MetricsLogger(Path(folder), {}, plain(8, 1))
+    metrics = MetricsLogger(
+        Path(folder), {}, plain(8, 1), peak_samples_per_s=lambda tokens: 1 / (tokens or 1)
+    )
     metrics.since -= 100.0
     metrics.add_wait(50.0 * rank)
-    metrics.log(point(1, torch.arange(8)[rank::2], broken=rank + 1))
+    part = torch.arange(8)[rank::2]
+    metrics.log(point(1, part, broken=rank + 1, text_tokens=10.0 + 20 * rank))
     metrics.close()
     return read(Path(folder))[0] if rank == 0 else None
 
@@ -327,6 +330,8 @@ def test_log_of_two_ranks_is_of_the_whole_batch(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 1
     assert record["ids"] == f"{digest(torch.arange(8)).item() & MASK:016x}"
     assert record["broken_samples"] == 3
+    assert record["text_tokens"] == 20.0, "the mean of 10 and 30"
+    assert math.isclose(record["mfu"], 8 / 100 * 20, rel_tol=0.1), "the mean over ranks"
     assert math.isclose(record["data_wait"], 0.5, rel_tol=0.1), (
         "data_wait must be that of the slowest rank"
     )
