@@ -77,7 +77,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Findings:
-    """What the checks found in the samples of one source."""
+    """Counts and faults that the checks found in the samples of one source."""
 
     num_rows: int = 0
     """Number of rows of a csv file that were checked. 0 for other sources."""

@@ -38,7 +38,7 @@ class DeviceCopy:
     event: Any
     """Device event that marks the end of the copy."""
     reports: Sequence[RowReport]
-    """What each producer has reported on the rows that it wrote into the buffer. Empty for a repeated copy."""
+    """Each producer's report on the rows that it wrote into the buffer. Empty for a repeated copy."""
 
 
 class Feed:

@@ -66,7 +66,7 @@ class InputSpec:
 
 
 class SampleKey(NamedTuple):
-    """What determines a sample's random numbers."""
+    """The key of a sample's random numbers, which depend on nothing else."""
 
     seed: int
     """Seed of the run."""

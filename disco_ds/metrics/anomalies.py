@@ -266,5 +266,6 @@ def effective_rank(rows: Tensor) -> Tensor:
     Source: Roy and Vetterli 2007; RankMe, equation 1.
     """
     # The eigenvalues of the [n, n] products are the squared singular values, and faster to compute.
-    singular = torch.linalg.eigvalsh(rows.double() @ rows.double().T).clamp(min=0).sqrt()
+    rows = rows.double().contiguous()
+    singular = torch.linalg.eigvalsh(rows @ rows.T).clamp(min=0).sqrt()
     return torch.special.entr(singular / singular.sum()).sum().exp()
