@@ -36,5 +36,5 @@ class SmoothedLoss(Loss):
             state_on_host=False,
             flops=12 * b * B * D,
             precision="fp32",
-            received_bytes=16 * B * D,
+            received_bytes=16 * (B - b) * D,
         )

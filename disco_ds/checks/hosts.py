@@ -1,31 +1,19 @@
-"""Check the hosts of a run: runs folder, GPUs, and whether all hosts have the same software and share that folder."""
+"""Check the hosts of a run: runs folder, GPUs, and whether all hosts have the same code and share that folder."""
 
 from __future__ import annotations
 
-import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import metadata
 from os import W_OK, access
 from pathlib import Path
 
 import torch
 
 from disco_ds.checks.report import Line
-from disco_ds.distributed.hosts import check_agreement, hash_code
+from disco_ds.config import Config
+from disco_ds.distributed.hosts import check_agreement, check_code
 from disco_ds.runs.shared_folder import check_shared
 
-_PACKAGES = (
-    "disco_ds",
-    "torch",
-    "torchvision",
-    "triton",
-    "deepspeed",
-    "open_clip_torch",
-    "timm",
-    "webdataset",
-)
 _DISK_BYTES = 20e9
 """The check warns if less disk space is free. Four AdamW checkpoints of a model with 400 million parameters need about
 this space, at 12 bytes per parameter."""
@@ -58,25 +46,17 @@ def check_host(runs: Path) -> Iterator[Line]:
         yield Line("warn", "GPUs", "this host has none", "its ranks will run on the CPU")
 
 
-def check_all_hosts(runs: Path) -> Iterator[Line]:
-    """Check that all ranks have the same Python, packages and code, and share the runs folder. Collective.
-
-    Args:
-        runs: The folder for run folders. It does not have to exist yet.
+def check_all_hosts(config: Config) -> Iterator[Line]:
+    """Check that all ranks have the same settings and code, and share the runs folder. Collective.
 
     Raises:
-        ValueError: On all ranks, if the software differs or a rank does not see the folder.
+        ValueError: On all ranks, if the settings or the code differ, or if a rank does not see the folder.
     """
-    software: dict[str, str | None] = dict.fromkeys(_PACKAGES)
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            software[name] = metadata.version(name)
-    software |= {"Python": platform.python_version(), "code": hash_code()}
-    remedy = "install the same environment and code at the same path on all hosts"
-    check_agreement(software, remedy)
-    folder = _find_existing(runs)
+    check_agreement(config.model_dump(mode="json"))
+    check_code()
+    folder = _find_existing(config.runs)
     check_shared(folder)
-    yield Line("ok", "hosts", f"same Python, packages and code; {folder} is shared")
+    yield Line("ok", "hosts", f"same settings and code; {folder} is shared")
 
 
 def _find_existing(runs: Path) -> Path:

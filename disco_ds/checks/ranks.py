@@ -1,4 +1,4 @@
-"""Checks on all ranks: equal settings, and the gradient of a step.
+"""Checks on all ranks: equal settings and software, and the gradient of a step.
 
 The step trains a small model without dropout, with the loss, ZeRO stage, precision and communication
 of the run. The optimizer is SGD, so the change of the weights reveals the gradient. The check
@@ -19,7 +19,6 @@ from disco_ds.checks.hosts import check_all_hosts
 from disco_ds.checks.report import Line, examine
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
-from disco_ds.distributed.hosts import check_agreement
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
@@ -65,25 +64,10 @@ def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Ite
     # All ranks raise these errors together. After any other error the launcher ends all ranks.
     common = (ValueError, FloatingPointError)
     with comm.session(config.timeout_s):
-        settings = examine("settings", lambda: check_settings(config), common)
-        yield from settings
-        if any(line.status == "fail" for line in settings):
-            return
-        if ranks > 1:
-            yield from examine("hosts", lambda: check_all_hosts(config.runs), common)
-        if gradients:
+        hosts = examine("hosts", lambda: check_all_hosts(config), common)
+        yield from hosts
+        if gradients and hosts[0].status == "ok":
             yield from examine("gradients", lambda: check_gradients(small, alone), common)
-
-
-def check_settings(config: Config) -> Iterator[Line]:
-    """Check that all ranks have the same settings. Collective.
-
-    Raises:
-        ValueError: On all ranks, if the settings differ.
-    """
-    check_agreement(config.model_dump(mode="json"))
-    if comm.size() > 1:
-        yield Line("ok", "settings", f"equal on {comm.size()} ranks")
 
 
 def shrink(config: Config, ranks: int) -> Config:

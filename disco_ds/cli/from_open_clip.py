@@ -137,9 +137,6 @@ def _take_model(flags: Tree) -> Tree:
     project = take("wandb_project_name")
     if re.search("wandb|all", take("report_to")):
         settings["log.wandb.project"] = project
-    if take("fsdp", False):
-        stage = "zero2" if take("fsdp_no_reshard_after_forward") else "zero3"
-        settings["deepspeed.base"] = "zero3_offload" if take("fsdp_offload_cpu") else stage
     return settings
 
 
@@ -153,8 +150,6 @@ def _take_data(flags: Tree) -> Tree:
         settings = {"data.source": kind, "data.num_samples": flags["train_num_samples"]}
     elif not shards:
         raise ValueError("the flags have no --train-data; to evaluate a model, use disco-ds eval")
-    elif kind == "csv" and not shards.endswith(TABLES):
-        raise ValueError(f"--dataset-type csv: rename {shards} so that it ends in .csv or .tsv")
     elif shards.endswith(TABLES):
         # open_clip ignores --train-num-samples if it reads a csv.
         flags["train_num_samples"] = None
@@ -165,18 +160,11 @@ def _take_data(flags: Tree) -> Tree:
         settings["data.remote.pipe"] = True
     if held_out.endswith(TABLES):
         settings |= {"eval.validation.val": take("val_data"), "eval.caption_key": caption}
-    # Some items of --aug-cfg work only with timm's transforms, and some only with open_clip's.
+    # The items of --aug-cfg are those of open_clip's transforms. With timm's, they become a comment.
     items = flags["aug_cfg"]
-    keys = dict(read_words()["flags"]["aug-cfg"]["items"])
-    if items.pop("use_timm", False):
-        del keys["color_jitter_prob"], keys["gray_scale_prob"]
-        jitter = items.get("color_jitter", 0.0)
-        jitter = jitter if isinstance(jitter, tuple) else (jitter,) * 3
-        items["color_jitter"] = (*jitter, 0.0)[:4]
-    else:
-        del keys["ratio"]
-        if not items.get("color_jitter_prob"):
-            del keys["color_jitter"]
+    keys = {} if "use_timm" in items else dict(read_words()["flags"]["aug-cfg"]["items"])
+    if not items.get("color_jitter_prob"):
+        keys.pop("color_jitter", None)
     return settings | {keys[name]: items.pop(name) for name in keys if name in items}
 
 
@@ -186,13 +174,9 @@ def _take_length(flags: Tree, global_batch: int) -> Tree:
     epochs, num_samples = take("epochs"), take("train_num_samples")
     scale = num_samples / global_batch if num_samples else 1
     settings: Tree = {"samples": epochs * num_samples} if num_samples else {"epochs": epochs}
-    schedule, warmup_steps = take("lr_scheduler"), take("warmup")
-    if take("skip_scheduler"):
-        schedule, warmup_steps = "const", 0
-    if schedule != "cosine":
-        settings["optim.schedule"] = "constant"
-    cooldown_steps = 0
-    if schedule == "const-cooldown" and num_samples:
+    cooldown_steps, warmup_steps = 0, take("warmup")
+    if flags["lr_scheduler"] == "const-cooldown" and num_samples:
+        flags["lr_scheduler"] = None
         cooldown_steps = ceil((take("epochs_cooldown") or 0) * scale)
         settings |= {"optim.schedule": "cooldown", "optim.cooldown_steps": cooldown_steps}
     if num_samples:  # open_clip's warmup may be longer than the run

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -47,7 +45,6 @@ def run(options: Index) -> int:
     if options.check:
         known = read_manifest(path)
     else:
-        _check_writable(path.parent)
         known = {}
         for file in (path, unfinished):
             with suppress(ValueError):  # a manifest that cannot be read is replaced
@@ -88,15 +85,3 @@ def run(options: Index) -> int:
         print(change)
     print(f"{path} is {'stale' if changes else 'up to date'}: {count}")
     return 1 if changes else 0
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise ValueError if no file can be created in a folder."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"no manifest can be written into {folder}: {error.strerror}; pass --to FILE in another folder, and train "
-            "with data.manifest=FILE"
-        ) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_origin
 
@@ -27,6 +28,7 @@ INTRODUCTION = "Train CLIP models with large batches on DeepSpeed.\n\ncommands:\
 File = Annotated[Path | None, Field(title="FILE")]
 Folder = Annotated[Path | None, Field(title="FOLDER")]
 Count = Annotated[int | None, Field(ge=1, title="N")]
+Words = Annotated[list[str], BeforeValidator(shlex.split)]
 Keys = Annotated[tuple[str, ...], BeforeValidator(lambda text: tuple(text.split(",")))]
 
 
@@ -97,7 +99,7 @@ class Launch(WithResume):
     checks that the batch and data.slots allow this."""
     patience: float = Field(300, ge=0, title="SECONDS")
     """With --min-hosts: how long to wait for a lost host."""
-    deepspeed: str = Field("", title="ARGS")
+    deepspeed: Words = Field([], title="ARGS")
     """Additional arguments for the deepspeed command, such as '--num_gpus 4'."""
 
 
@@ -203,13 +205,13 @@ class Doctor(WithRecipe):
     """Write a PNG of 24 samples as the model gets them (image, caption, number of tokens)."""
 
 
-class Plan(WithRecipe):
+class Plan(Assumptions, WithRecipe):
     """Predict memory and time, and find faster settings or a larger batch.
 
     Examples:
       disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
       disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted --batch largest
-    The options from --slack on are assumptions: replace them with measured values.
+    The options from --data-samples to --bandwidth are assumptions: replace them with measured values.
     exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--fit)
     """
 
@@ -217,32 +219,16 @@ class Plan(WithRecipe):
     """Number of ranks, one per GPU (default: the recipe's ranks, or 1)."""
     gpu_memory: str = Field("A100-80G", title="GIB|NAME")
     """Memory of a GPU in GiB, or a GPU's name, such as H100-80G or RTX-4090; an unknown name lists them all."""
+    flops: float | None = Field(None, gt=0, title="TFLOPS")
+    """Peak rate of a GPU (default: from its data sheet)."""
+    link: float | None = Field(None, gt=0, title="GB/S")
+    """Rate at which a GPU receives from the other GPUs of its host (default: from its data sheet)."""
     fit: Folder = None
     """Write a recipe with the fastest settings that fit to this folder."""
     batch: Literal["same", "largest"] = Field("same", title="same|largest")
     """With --fit: keep the global batch, or use the largest one that fits."""
     host_memory: float | None = Field(None, ge=0, title="GIB")
     """Memory of a host in GiB; allows --fit to keep images in host memory."""
-    data_samples: Count = None
-    """Number of samples in the data (default: from the manifest)."""
-    slack: float = Field(Assumptions.slack, ge=0, le=1, title="FRACTION")
-    """Memory lost to fragmentation, as a fraction of all other memory."""
-    context: float = Field(Assumptions.context_gib, ge=0, title="GIB")
-    """Memory that CUDA and NCCL use on each GPU."""
-    image_kb: float = Field(Assumptions.image_bytes / 1000, gt=0, title="KB")
-    """Size of a compressed image."""
-    text_tokens: float | None = Field(None, ge=1, title="N")
-    """Mean number of tokens per caption (default: read from the shards if they are local)."""
-    per_host: int = Field(Assumptions.per_host, ge=1, title="N")
-    """GPUs per host."""
-    flops: float | None = Field(None, gt=0, title="TFLOPS")
-    """Peak rate of a GPU (default: from its data sheet)."""
-    efficiency: float | None = Field(None, ge=0, le=1, title="FRACTION")
-    """Fraction of the peak rate that is reached (default: as measured on other runs, see docs/planning.md)."""
-    link: float | None = Field(None, gt=0, title="GB/S")
-    """Rate at which a GPU receives from the other GPUs of its host (default: from its data sheet)."""
-    bandwidth: float = Field(Assumptions.between_hosts, gt=0, title="GB/S")
-    """Rate at which a GPU receives from other hosts."""
 
 
 class Index(Command):

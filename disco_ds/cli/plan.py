@@ -6,9 +6,8 @@ from disco_ds.cli.options import Plan as PlanOptions
 from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu
 from disco_ds.names import plural
-from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, PARTS, Memory
-from disco_ds.plan.overview import Plan, list_changes, lowest_stage, plan_run, write_recipe
+from disco_ds.plan.overview import Plan, list_changes, plan_run, write_recipe
 
 
 def run(options: PlanOptions) -> int:
@@ -22,22 +21,12 @@ def run(options: PlanOptions) -> int:
     """
     config = load_config(options.config, options.overrides)
     ranks = options.ranks or config.ranks or 1
-    assumed = Assumptions(
-        slack=options.slack,
-        context_gib=options.context,
-        image_bytes=int(1000 * options.image_kb),
-        num_samples=options.data_samples,
-        per_host=options.per_host,
-        text_tokens=options.text_tokens,
-        efficiency=options.efficiency,
-        between_hosts=options.bandwidth,
-    )
     gpu = find_gpu(options.gpu_memory, options.flops, options.link)
     if options.fit and config.stages:
         raise ValueError("--fit finds settings for the whole run: set samples instead of stages")
     search = options.batch if options.fit else None
     plans = [
-        plan_run(stage, ranks, gpu, assumed, search, options.host_memory)
+        plan_run(stage, ranks, gpu, options, search, options.host_memory)
         for stage in config.stage_configs
     ]
     if config.stages:
@@ -49,7 +38,7 @@ def run(options: PlanOptions) -> int:
             title = f"until {planned.samples:,} samples:"
         summary = "\n".join([title, "", table(made.memory), verdict(made)])
         if not options.fit:
-            summary += f"\n{describe_stage(made)}\n{describe_fastest(made, options.host_memory)}"
+            summary += f"\n{describe_fastest(made, options.host_memory)}"
         print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}\n")
         if options.fit:
             print(write_recipe(planned, options.fit, summary))
@@ -93,19 +82,6 @@ def describe_fastest(made: Plan, host_gib: float | None) -> str:
     return f"{label} {changes}: {seconds}{best.memory.total / GIB:.2f} of {made.gpu.gib:g} GiB"
 
 
-def describe_stage(made: Plan) -> str:
-    """State the lowest ZeRO stage at which the recipe fits."""
-    found = lowest_stage(made)
-    if found is None:
-        return "ZeRO: the recipe fits at no stage"
-    level, factor = found
-    text = f"ZeRO: stage {level} is the lowest that fits"
-    given = made.config.zero_stage
-    if given > level and factor:
-        text += f"; a step at stage {given} takes {factor:.2f} times as long"
-    return text
-
-
 def describe_length(plans: list[Plan]) -> str | None:
     """Describe the number of steps and the duration of the whole run; None if they are unknown."""
     num_steps = samples = 0
@@ -116,9 +92,8 @@ def describe_length(plans: list[Plan]) -> str | None:
         steps, samples = made.config.find_end(0, samples)
         num_steps += steps
         duration_s += steps * made.speed.step_s
-    units = {"days": 86_400, "hours": 3_600, "minutes": 60}
-    unit = next((name for name, length_s in units.items() if duration_s >= length_s), "minutes")
-    return f"{num_steps:,} steps, {duration_s / units[unit]:,.1f} {unit} on {plural(plans[0].ranks, 'GPU')}"
+    hours = duration_s / 3600
+    return f"{num_steps:,} steps, {hours:,.1f} hours on {plural(plans[0].ranks, 'GPU')}"
 
 
 def describe_host(made: Plan) -> str:
@@ -141,24 +116,13 @@ def describe_time(made: Plan) -> str:
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "
         f"{speed.comm_s:,.3f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU, of which {speed.hidden_s:,.3f} s "
         "overlap with the towers\n"
-        f"Assumed: {speed.rate:.3g} of the GPU's FLOP/s ({speed.source}), {assumed.between_hosts:g} GB/s between "
+        f"Assumed: {speed.rate:.3g} of the GPU's FLOP/s ({speed.source}), {assumed.bandwidth:g} GB/s between "
         f"hosts of {assumed.per_host} GPUs; no waiting for data, no stragglers, no latencies."
     )
     per_host = images_per_s * made.ranks_per_host / made.ranks
     text += f"\nthe data workers must deliver {per_host:,.0f} images/s on each host"
-    text += f"\ntexts: {describe_texts(made.assumed)}"
-    # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
-    if speed.step_s > made.config.timeout_s / 2:
-        text += (
-            f"\nthe step may exceed timeout_s={made.config.timeout_s:g}, after which a rank counts as "
-            "hung: raise timeout_s"
-        )
-    return text
-
-
-def describe_texts(assumed: Assumptions) -> str:
-    """Describe the length of texts that the plan assumes, and where this number comes from."""
     if assumed.text_tokens is None:
-        return "as long as the model allows; --text-tokens N plans for shorter ones"
-    origin = f"read from {assumed.num_captions:,} captions" if assumed.num_captions else "given"
-    return f"{assumed.text_tokens:.1f} tokens on average ({origin}), padding is not computed"
+        text += "\ntexts: as long as the model allows; --text-tokens N plans for shorter ones"
+    else:
+        text += f"\ntexts: {assumed.text_tokens:.1f} tokens on average, padding is not computed"
+    return text

@@ -5,7 +5,7 @@ Import-light: importing this package imports neither torch nor DeepSpeed.
 
 from disco_ds.config.data import AugmentSettings, DataSettings, SourceSettings
 from disco_ds.config.load import check_config, find_recipe, load_config
-from disco_ds.config.optim import EmaSettings
+from disco_ds.config.model import EmaSettings
 from disco_ds.config.recipe import (
     BASE_BATCH,
     PACKAGE,

@@ -110,12 +110,7 @@ def check_template(template: str) -> str:
     Raises:
         ValueError: If the template is malformed, or if it has no field.
     """
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(
-            f"template {template!r} is malformed: {error}; write {{{{ for a literal brace"
-        ) from None
+    parts = string.Formatter().parse(template)
     fields = [part[1:] for part in parts if part[1] is not None]
     for name, spec, conversion in fields:
         if spec or conversion or not FIELD.fullmatch(name or ""):
@@ -299,11 +294,6 @@ class DataSettings(SampleSettings):
                 raise ValueError(
                     f"{where}.shards is missing: set it to a folder of .tar shards, or set "
                     f"{where}.source=synthetic"
-                )
-            if part.source == "shards" and part.options:
-                raise ValueError(
-                    f"{where}.options are for a custom source, but {where}.source is shards; "
-                    "remove them"
                 )
         if self.sources and (self.shards or self.manifest):
             raise ValueError(

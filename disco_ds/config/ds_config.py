@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from disco_ds.config.recipe_yaml import read_settings
 from disco_ds.config.settings import Tree, explain_value
-from disco_ds.config.text_file import read_text
 from disco_ds.names import suggest
 
 OWNED_BY_RECIPE = {
@@ -66,7 +66,6 @@ DEFAULTS: Tree = {
 the user's ds_config sets the key."""
 
 OTHER_KEYS = {
-    "aio",
     "comet",
     "comms_logger",
     "csv_monitor",
@@ -158,29 +157,8 @@ def read_ds_config(entry: str | Tree, folder: Path) -> Tree:
     known = {path.stem: path for path in sorted(find_ds_configs().glob("*.json"))}
     for path in (known.get(entry), folder / entry, Path(entry)):
         if path is not None and path.is_file():
-            return _read_file(path)
+            return read_settings(path, "ds_config")
     raise ValueError(f"deepspeed: there is no file {entry!r}; bundled names: {', '.join(known)}")
-
-
-def _read_file(path: Path) -> Tree:
-    text = read_text(path, "ds_config")
-    try:
-        tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
-    return tree
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
-    """Build a dict from the key-value pairs of a JSON object. Refuse a key that occurs twice."""
-    tree: Tree = {}
-    for key, value in pairs:
-        if key in tree:
-            raise ValueError(f"key {key!r} is given twice")
-        tree[key] = value
-    return tree
 
 
 def precision(ds_config: Tree) -> str:
@@ -236,11 +214,7 @@ def _find_problems(ds_config: Tree) -> Iterator[str]:
             elif dotted in REFUSED_KEYS and not _is_neutral(dotted, value):
                 yield f"ds_config key {dotted} is not supported: {REFUSED_KEYS[dotted]}"
             elif key not in known and dotted not in REFUSED_KEYS:
-                homes = [home or "the top level" for home in sections if key in sections[home]]
-                hint = suggest(key, sorted(known))
-                if homes:
-                    hint = f"; it belongs in {' or '.join(homes)}"
-                yield f"ds_config: unknown key {dotted}{hint}"
+                yield f"ds_config: unknown key {dotted}{suggest(key, sorted(known))}"
 
 
 def _is_neutral(key: str, value: Any) -> bool:

@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.recipe import PACKAGE, Config, StageSettings
-from disco_ds.config.recipe_yaml import assign, parse, split_overrides
+from disco_ds.config.recipe_yaml import assign, read_settings, split_overrides
 from disco_ds.config.settings import Tree, explain_value
-from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
 _ITEMS = {"sources": SourceSettings, "stages": StageSettings}
@@ -39,9 +38,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
             the invalid value or, for an unknown key, a similar valid key if there is one.
     """
     path = find_recipe(recipe)
-    tree = parse(read_text(path, "recipe"), str(path))
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
+    tree = read_settings(path, "recipe")
     assigned = split_overrides(overrides)
     tree.setdefault("deepspeed", "zero1")
     tree |= {keys[0]: value for keys, value in assigned if len(keys) == 1}
@@ -90,19 +87,12 @@ def find_recipe(recipe: str | Path) -> Path:
 def _explain(key: str, item: Any) -> str:
     """Return the message for one item of pydantic's ValidationError. `key` is the dotted name of the setting."""
     *outer, name = item["loc"] or ("recipe",)
-    kind = item["type"]
-    if kind == "extra_forbidden":
+    if item["type"] == "extra_forbidden":
         explained = explain_word(str(name))
         hint = f"; {explained}" if explained else suggest(str(name), _find_fields(outer))
         return f"unknown key {key}{hint}"
-    if kind == "missing":
+    if item["type"] == "missing":
         return f"{key} is missing: set it"
-    if kind == "model_type":
-        first = next(iter(_find_fields(item["loc"])))
-        return f"{key} is a group of settings, such as {key}.{first}; got {item['input']!r}"
-    if kind == "string_pattern_mismatch":
-        meaning = " ".join((_find_fields(outer)[name].description or "").split())
-        return f"{key} is {shorten(repr(item['input']))}; expected: {meaning}"
     return explain_value(key, item)
 
 

@@ -10,7 +10,6 @@ Import-light: neither torch nor DeepSpeed is imported, so any module may import 
 
 from __future__ import annotations
 
-import re
 import shlex
 from fractions import Fraction
 from pathlib import Path
@@ -20,8 +19,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from disco_ds.config.data import CropScale, DataSettings, Pixels, check_template
 from disco_ds.config.ds_config import precision, zero_stage
-from disco_ds.config.model import ModelSettings
-from disco_ds.config.optim import OptimSettings
+from disco_ds.config.model import ModelSettings, OptimSettings
 from disco_ds.config.recipe_yaml import dump
 from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings, Tree
 from disco_ds.names import plural
@@ -31,10 +29,6 @@ BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 MAX_EPOCHS = 1e6
 """Upper bound of settings in epochs. This many epochs of 10^11 samples each still fit into int64."""
-PUBLISHED_LR = 1e-3
-"""The highest learning rate for which DisCo-CLIP reports accuracies. Its scaling rule gives this rate at a batch of
-65,536."""
-
 
 TAUGHT = ("clip", "disco", "disco_fused", "inf_cl", "siglip")
 """Names of the losses that can learn from a teacher."""
@@ -121,8 +115,7 @@ class TeacherSettings(Settings):
 
 
 def _check_copy_command(command: str) -> str:
-    fields = set(re.findall(r"\{\w+\}", command))
-    if "{path}" not in fields or not fields <= {"{path}", "{name}"}:
+    if "{path}" not in command:
         raise ValueError(
             f"expected a command with {{path}} and optionally {{name}}, got {command!r}"
         )
@@ -252,13 +245,10 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _check_names(self) -> EvalSettings:
-        for key, names in (("classes", self.classes), ("templates", self.templates)):
-            for name in names:
-                if name not in self.labeled:
-                    known = ", ".join(self.labeled) or "no sets"
-                    raise ValueError(
-                        f"eval.{key}.{name}: no labeled set has this name; eval.labeled contains {known}"
-                    )
+        if unknown := (self.classes.keys() | self.templates) - self.labeled.keys():
+            raise ValueError(
+                f"eval.classes and eval.templates: eval.labeled has no set named {', '.join(sorted(unknown))}"
+            )
         return self
 
 
@@ -606,33 +596,24 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end(step, samples))
-        lines = [] if self.stages else [self._describe_step(ranks)]
-        for stage in self.stages:
-            if stage.until <= samples:
-                continue
-            words = [self.at_sample(stage.until - 1)._describe_step(ranks)]
-            others = {"until", "global_batch", "micro_batch"}
-            changes = stage.model_dump(exclude_none=True, exclude=others)
-            words += [f"{name} {value}" for name, value in changes.items()]
-            lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
+        lines = []
+        for config in self.stage_configs:
+            if not self.stages or (config.samples or 0) > samples:
+                until = f"until {config.samples:,} samples: " if self.stages else ""
+                rule = (
+                    ""
+                    if self.optim.lr
+                    else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
+                )
+                lines.append(
+                    f"{until}global batch {config.global_batch:,} = {plural(ranks, 'rank')} x micro-batch "
+                    f"{config.micro_batch:,} x {config.num_micro_batches(ranks)} per step, "
+                    f"peak learning rate {config.peak_lr:g}{rule}"
+                )
         lines.append(
             f"{length}, {self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
         )
-        highest = max(config.peak_lr for config in self.stage_configs)
-        if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
-            lines.append(
-                f"DisCo-CLIP reports no accuracies for learning rates above {PUBLISHED_LR:g}: consider "
-                "optim.lr_rule=sqrt, or set optim.lr"
-            )
         return "\n".join(lines)
-
-    def _describe_step(self, ranks: int) -> str:
-        rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
-        return (
-            f"global batch {self.global_batch:,} = {plural(ranks, 'rank')} x micro-batch "
-            f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step, "
-            f"peak learning rate {self.peak_lr:g}{rule}"
-        )
 
     def to_yaml(self) -> str:
         """Return the settings as the YAML text of a recipe."""

@@ -1,4 +1,4 @@
-"""Parse recipes (YAML) and overrides (`a.b=value`).
+"""Parse recipes (YAML), ds_configs (JSON) and overrides (`a.b=value`).
 
 Duplicate keys are refused, because otherwise all values but one would be silently lost.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from disco_ds.config.settings import Tree
+from disco_ds.config.text_file import read_text
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,6 +87,25 @@ def parse(text: str, origin: str) -> Any:
     # Python raises a ValueError for an integer with thousands of digits.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{origin} has a syntax error: {str(error).splitlines()[0]}") from None
+
+
+def read_settings(path: Path, what: str) -> Tree:
+    """Read a file of settings in YAML or JSON.
+
+    Args:
+        path: The file.
+        what: What the file should contain, such as "recipe", for error messages.
+
+    Raises:
+        ValueError: If the file cannot be read, is malformed or is not a mapping.
+    """
+    text = read_text(path, what)
+    if path.suffix == ".json":
+        text = text.expandtabs()  # apart from tabs, JSON is YAML
+    tree = parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
+    return tree
 
 
 def split_override(item: str) -> tuple[list[str], Any]:

@@ -1,8 +1,9 @@
-"""The hosts of a launch: read the hostfile, signal ranks, wait for lost hosts, and continue without them."""
+"""The hosts of a launch: read the hostfile, signal ranks, and wait for lost hosts."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -10,23 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from disco_ds.config import Config
-from disco_ds.config.recipe_yaml import split_override
 from disco_ds.config.text_file import read_text
 from disco_ds.runs.messages import show
 
-LINE = re.compile(
-    r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?",
-    re.ASCII,
-)
+LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*\s+slots=[1-9]\d{0,3}\s*)?(#.*)?", re.ASCII)
 """A line of a hostfile: empty, a comment, or a host and its number of slots (ranks)."""
 SSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"
 """Environment variable with the user's options for ssh."""
@@ -57,7 +52,7 @@ processes signaled.
 """
 
 
-def read_hosts(path: Path, options: str) -> dict[str, int]:
+def read_hosts(path: Path, options: Sequence[str]) -> dict[str, int]:
     """Return the hosts on which `deepspeed` would start ranks, and the number of ranks on each.
 
     Args:
@@ -79,7 +74,7 @@ def read_hosts(path: Path, options: str) -> dict[str, int]:
             )
     from deepspeed.launcher import runner
 
-    given = runner.parse_args([*shlex.split(options), "script"])
+    given = runner.parse_args([*options, "script"])
     hosts = runner.parse_inclusion_exclusion(
         runner.fetch_hostfile(str(path)), given.include, given.exclude
     )
@@ -97,13 +92,9 @@ def read_hosts(path: Path, options: str) -> dict[str, int]:
 
 def is_this_machine(host: str) -> bool:
     """Return whether a host of a hostfile has the name or an address of this machine."""
-    name = host.rpartition("@")[2]
-    if name == socket.gethostname():
-        return True
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # fails if the address belongs to another machine
+        # This fails if the address belongs to another machine.
+        socket.create_server((host, 0)).close()
     except OSError:
         return False
     return True
@@ -125,12 +116,11 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
     """
     program = [sys.executable, "-c", SIGNAL_PROGRAM, launch, str(int(number))]
     ssh = ["ssh", *REACH, *shlex.split(os.environ.get(SSH_OPTIONS, ""))]
-    remote = {host: [*ssh, host, shlex.join(program)] for host in hosts}
-    commands = remote or {"localhost": program}
+    commands = [[*ssh, host, shlex.join(program)] for host in hosts] or [program]
     # Contact all hosts at the same time, so that many hosts take no longer than one.
     with ThreadPoolExecutor(len(commands)) as pool:
-        counts = pool.map(partial(_ask, launch), commands.values())
-        return dict(zip(commands, counts, strict=True))
+        counts = pool.map(partial(_ask, launch), commands)
+        return dict(zip(hosts or ["localhost"], counts, strict=True))
 
 
 def _ask(launch: str, command: Sequence[str]) -> int | None:
@@ -204,57 +194,40 @@ def wait_for_hosts(
     return left if enough else None
 
 
-@contextmanager
-def with_hosts(
-    args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
-) -> Iterator[argparse.Namespace]:
-    """Yield the arguments with which a launch uses only the given hosts.
-
-    Args:
-        args: The command's arguments.
-        config: The recipe.
-        slots: Number of ranks of each host.
-        hosts: The hosts to use.
-
-    Yields:
-        `args` itself if all hosts are used. Otherwise, a changed copy. It names a temporary hostfile, which is removed
-        at the end of the `with` block.
-    """
-    if len(hosts) == len(slots):
-        yield args
-        return
-    overrides = args.overrides
-    if config.ranks is not None:  # if `ranks` is not set, any number of ranks is accepted
-        overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
-        overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
-        file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)
-        file.flush()
-        changed = {"hostfile": Path(file.name), "overrides": overrides}
-        yield argparse.Namespace(**vars(args) | changed)
-
-
 def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str, int]) -> None:
-    """Check that the run can continue on any number of hosts from --min-hosts to all.
+    """Check that the run can continue on any selection of at least --min-hosts hosts.
 
     Raises:
-        ValueError: If the run cannot continue on every such number of hosts, or if the hostfile or the
-            --deepspeed arguments cannot be combined with --min-hosts.
+        ValueError: If the global batch or data.slots cannot be divided evenly among every possible number of ranks, or
+            if the hostfile or the --deepspeed arguments cannot be combined with --min-hosts.
     """
-    if re.search(r"(^|\s)(-i|-e|--in|--ex|--num)", args.deepspeed):
+    if any(word.startswith(("-i", "-e", "--in", "--ex", "--num")) for word in args.deepspeed):
         raise ValueError(
             "--min-hosts selects the hosts, so --deepspeed must not: remove the options that select hosts or slots "
-            f"from {args.deepspeed!r}, and list in the hostfile only the hosts and slots to use"
+            f"from '{shlex.join(args.deepspeed)}', and list in the hostfile only the hosts and slots to use"
         )
     if not args.min_hosts <= len(slots) > 1:
         raise ValueError(
             f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
             f"least two; got {len(slots)}"
         )
-    from disco_ds.plan.fewer_hosts import check_fewer_hosts
+    # Imported here, because this imports torch.
+    from disco_ds.data.sources.load import count_slots, load_sources
 
-    ranks = check_fewer_hosts(config, list(slots.values()), args.min_hosts)
-    report(f"the global batch and the data slots can be divided evenly among {ranks} ranks")
+    selections = {(0, 0)}  # number of hosts and of ranks of every selection of hosts
+    for ranks in slots.values():
+        selections |= {(hosts + 1, total + ranks) for hosts, total in selections}
+    multiple = math.lcm(*(total for hosts, total in selections if hosts >= args.min_hosts))
+    num_slots = count_slots(config.data, load_sources(config.data), ranks=1)
+    settings = [("data.slots", num_slots, multiple)]
+    for stage in config.stage_configs:
+        settings.append(("global_batch", stage.global_batch, multiple * stage.micro_batch))
+    for name, value, factor in settings:
+        if value % factor:
+            raise ValueError(
+                f"--min-hosts {args.min_hosts}: for every number of ranks that may be left, {name} must be a multiple "
+                f"of {factor:,}, got {value}; change it, or raise --min-hosts"
+            )
 
 
 def report(text: str) -> None:

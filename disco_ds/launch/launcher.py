@@ -19,7 +19,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from shutil import which
 from typing import IO, Any
 
 from disco_ds.checkpoints.keep import list_complete
@@ -42,10 +40,8 @@ from disco_ds.launch.hosts import (
     report,
     signal_ranks,
     wait_for_hosts,
-    with_hosts,
 )
 from disco_ds.launch.packing import pack
-from disco_ds.names import plural
 from disco_ds.runs.messages import fail_rank
 from disco_ds.runs.run_folder import FINISHED, LAUNCHED, META, split_resume
 
@@ -140,9 +136,8 @@ def supervise(
         return 1
     for attempt in range(args.restarts + 1):
         attempt_id = f"{launch}-{attempt}"
-        with with_hosts(args, config, slots, hosts) as given:
-            command = front_end(given, hosts, attempt_id, resume)
-            codes = run_once(command, hosts, launch, signals, config.timeout_s)
+        command = front_end(args, config, slots, hosts, attempt_id, resume)
+        codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # The run that is resumed may be in a folder other than the recipe's `runs`.
         parents = [config.runs]
         if resume:
@@ -177,17 +172,36 @@ def supervise(
 
 
 def front_end(
-    args: argparse.Namespace, hosts: Sequence[str], attempt_id: str, resume: str | None
+    args: argparse.Namespace,
+    config: Config,
+    slots: Mapping[str, int],
+    hosts: Sequence[str],
+    attempt_id: str,
+    resume: str | None,
 ) -> list[str]:
-    """Return the command line of `deepspeed` for one attempt."""
+    """Return the command line of `deepspeed` for one attempt.
+
+    Args:
+        args: The command's arguments.
+        config: The recipe.
+        slots: Number of ranks per host; empty means this machine only.
+        hosts: The hosts of `slots` that this attempt uses.
+        attempt_id: Id of the attempt.
+        resume: What to resume from, as in --resume.
+    """
     # Run it as a module: the #! line of the `deepspeed` script fails if the path of Python has a space.
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *args.deepspeed]
     if args.hostfile:
         command += ["--hostfile", str(args.hostfile)]
-    if (
-        len(hosts) == 1
-    ):  # otherwise, deepspeed would start the ranks of a single host on this machine
+    # Otherwise, deepspeed would start the ranks of a single host on this machine.
+    if len(hosts) == 1:
         command.append("--force_multi")
+    overrides = args.overrides
+    if len(hosts) < len(slots):
+        command.append(f"--include={'@'.join(hosts)}")
+        if config.ranks is not None:
+            overrides = [item for item in overrides if not item.startswith("ranks=")]
+            overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
     trainer = [f"--config={args.config}"]
     if resume:
         trainer.append(f"--resume={resume}")
@@ -195,7 +209,7 @@ def front_end(
     if args.allow_change:
         trainer.append(f"--allow-change={','.join(args.allow_change)}")
     # The arguments are packed, because pdsh and the login shells of other hosts would expand them.
-    packed = pack([*trainer, *args.overrides])
+    packed = pack([*trainer, *overrides])
     return [*command, "--module", "disco_ds.train", "--launch-id", attempt_id, packed]
 
 
@@ -340,31 +354,6 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
     return complete[-1] if complete else None
 
 
-def describe_cpu() -> str | None:
-    """Describe how many ranks deepspeed starts on this host; None if the host has an NVIDIA GPU."""
-    if Path("/proc/driver/nvidia/version").exists():
-        return None
-    # deepspeed asks numactl. Without it, deepspeed starts one rank.
-    nodes = Path("/sys/devices/system/node").glob("node*/cpulist") if which("numactl") else ()
-    num_ranks = sum(bool(node.read_text().strip()) for node in nodes) or 1
-    return (
-        f"this host has no NVIDIA GPU, so deepspeed starts {plural(num_ranks, 'rank')} on the CPU, one per NUMA node; "
-        "--deepspeed '--num_accelerators N' starts N ranks"
-    )
-
-
-def _check_words(name: str, text: str) -> None:
-    """Check that a shell could split a text into words.
-
-    Raises:
-        ValueError: If a quote is not closed, or if the text ends with a backslash.
-    """
-    try:
-        shlex.split(text)
-    except ValueError as error:
-        raise ValueError(f"{name} {text!r} cannot be split into words: {error}") from None
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command.
 
@@ -373,14 +362,10 @@ def run(args: argparse.Namespace) -> int:
         stopped by a signal, after saving a checkpoint.
     """
     try:
-        _check_words("--deepspeed", args.deepspeed)
-        _check_words(SSH_OPTIONS, os.environ.get(SSH_OPTIONS, ""))
         config = load_config(args.config, args.overrides)
         slots = read_hosts(args.hostfile, args.deepspeed) if args.hostfile else {}
         if args.min_hosts is not None:
             check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, 2)
-    if not args.hostfile and "--num_" not in args.deepspeed and (text := describe_cpu()):
-        report(text)
     return supervise(args, config, slots, Signals())

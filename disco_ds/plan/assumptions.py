@@ -1,35 +1,34 @@
 """Assumptions of a plan: values that can be neither traced nor counted.
 
-Import-light: the command line takes its defaults from here.
+Import-light: the options of `disco-ds plan` include these fields.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic import BaseModel, ConfigDict, Field
 
 
-@dataclass(frozen=True)
-class Assumptions:
+class Assumptions(BaseModel):
     """Values that a plan assumes; replace them with measured ones where you can."""
 
-    slack: float = 0.05
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    data_samples: int | None = Field(None, ge=1, title="N")
+    """Number of samples in the data (default: from the manifest)."""
+    slack: float = Field(0.05, ge=0, le=1, title="FRACTION")
     """Memory lost to fragmentation, as a fraction of all other memory."""
-    context_gib: float = 1.0
-    """GiB of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
-    image_bytes: int = 30_000
-    """Bytes per compressed image, for recipes with image_staging=compressed."""
-    num_samples: int | None = None
-    """Number of samples in the data, for losses that keep state per sample; None if unknown."""
-    text_tokens: float | None = None
-    """Mean number of tokens of a text. It is used only if the text tower skips padding. None: read it from the shards
-    if they are on this machine; otherwise, assume that all texts are as long as the model allows."""
-    text_deviation: float | None = None
-    """Standard deviation of the number of tokens of a text. None: half of text_tokens."""
-    num_captions: int = 0
-    """Number of captions from which text_tokens was read; 0 if it was given."""
-    per_host: int = 8
+    context_gib: float = Field(1.0, ge=0, title="GIB")
+    """Memory of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
+    image_kb: float = Field(30.0, gt=0, title="KB")
+    """Size of a compressed image, for recipes with image_staging=compressed."""
+    text_tokens: float | None = Field(None, ge=1, title="N")
+    """Mean number of tokens per caption, for text towers that skip padding (default: read from the shards if they are
+    local, otherwise as many as the model allows)."""
+    # Standard deviation of the number of tokens per caption. None: half of the mean.
+    text_deviation: float | None = Field(None, ge=0)
+    per_host: int = Field(8, ge=1, title="N")
     """GPUs per host."""
-    efficiency: float | None = None
-    """Achieved fraction of the GPU's nominal FLOP/s. None: the rates in plan/speed.py."""
-    between_hosts: float = 25.0
-    """GB/s that each GPU receives from other hosts; the default is 200 Gbit/s."""
+    efficiency: float | None = Field(None, gt=0, le=1, title="FRACTION")
+    """Fraction of the GPU's peak rate that is reached (default: as measured on other runs, see docs/planning.md)."""
+    bandwidth: float = Field(25.0, gt=0, title="GB/S")
+    """Rate at which a GPU receives from other hosts."""

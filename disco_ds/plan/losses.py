@@ -38,11 +38,11 @@ def loss_cost(
         b: Samples per rank.
         N: Number of ranks.
         D: Width of the features.
-        num_samples: Number of samples in the data, for losses that keep state per sample.
+        num_samples: Number of samples in the data, for losses that keep state per sample; 0 if it is unknown.
         teacher_width: Width of the teacher's features; 0 if there is no teacher.
 
     Raises:
-        ValueError: If the cost of the loss is unknown, or the loss does not accept one of the options.
+        ValueError: If the cost of the loss is unknown, the loss needs num_samples, or it does not accept an option.
     """
     loss = build_loss(name, **options)
     cost = loss.cost(b, N, D, num_samples)
@@ -68,9 +68,15 @@ def loss_cost(
         _, sent = _itemsizes(loss, device)
     state, state_on_host = 0, False
     if isinstance(loss, FastCLIPLoss):
+        if not num_samples:
+            raise ValueError(
+                f"loss {name} keeps state for every sample: pass the number of samples as --data-samples N"
+            )
         state = (68 if loss.tau_step else 16) * -(-num_samples // N)
         state_on_host = loss.memory == "host"
-    received = N * b * (D * (num_features * sent + num_gradients * 4) + num_features * T * sent)
+    # A rank's own rows are not sent. In a ring, gradients make one more hop, back to the rank that they belong to.
+    num_hops = N - 1 + in_ring(loss)
+    received = b * (D + T) * num_features * sent * (N - 1) + b * D * num_gradients * 4 * num_hops
     return LossCost(
         peak=loss_peak(loss, b, N, D, device, T),
         state=state,
@@ -102,6 +108,11 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         case NTXentLoss():
             return 10, 6 if loss.ring else 2, 1
     return None
+
+
+def in_ring(loss: Loss) -> bool:
+    """Return whether the features of the other ranks pass through this rank block by block."""
+    return isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
 
 
 def loss_peak(
@@ -137,7 +148,7 @@ def loss_peak(
     tiling = loss.tiling.on(device)
     itemsize, sent = _itemsizes(loss, device)
     views = isinstance(loss, NTXentLoss)
-    ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+    ring = in_ring(loss)
     # Bytes per element of the copies of the rows and of the columns; 0 if there is no copy. The features are fp32, so
     # they are copied only if they are rounded.
     rows = 0 if tiling.precision == "fp32" else itemsize

@@ -72,19 +72,19 @@ def plan_memory(
         assumed: Assumptions of the plan; None: the defaults.
 
     Raises:
-        ValueError: If the recipe cannot run on this number of ranks, or if plan/losses.py does not know its loss.
+        ValueError: If the recipe cannot run on this number of ranks, plan/losses.py does not know its loss, or the loss
+            needs the number of samples and it is not assumed.
     """
     ds_config = render_ds_config(config, ranks)
     assumed = assumed or Assumptions()
     b = config.global_batch // ranks
-    num_samples = known_samples(config, assumed.num_samples)
     cost = loss_cost(
         config.loss.name,
         config.loss_options,
         b,
         ranks,
         towers.width,
-        num_samples,
+        assumed.data_samples or 0,
         towers.teacher_width,
     )
     engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
@@ -115,28 +115,8 @@ def plan_memory(
             moment["loss"] = moment.get("loss", 0) + cost.state
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
         ordered[name] = {part: moment.get(part, 0) for part in PARTS}
-    host |= _plan_host(config, b, towers, cost, assumed.image_bytes)
+    host |= _plan_host(config, b, towers, cost, int(1000 * assumed.image_kb))
     return Memory(ordered, host)
-
-
-def known_samples(config: Config, given: int | None) -> int:
-    """Return the number of samples in the data, or 0 if it is unknown and the loss does not need it.
-
-    Args:
-        config: The recipe.
-        given: The number of samples that the user gave or that was counted. None: unknown.
-
-    Raises:
-        ValueError: If the loss needs the number and it is unknown.
-    """
-    if config.data.source == "synthetic" and given is None:
-        return config.data.num_samples
-    if given is None and loss_cost(config.loss.name, config.loss_options, 1, 1, 1, 1).state:
-        raise ValueError(
-            f"loss {config.loss.name} keeps state for every sample: pass the number of samples as "
-            "--data-samples N"
-        )
-    return given or 0
 
 
 def _plan_engine(

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import suppress
+from contextlib import closing, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from disco_ds.config import Config, check_config
+from disco_ds.config.data import is_remote
 from disco_ds.config.ds_config import merge
 from disco_ds.config.recipe_yaml import dump
-from disco_ds.data import Source, count_epoch, load_sources
+from disco_ds.data import Loader, Share, Source, count_epoch, load_sources
+from disco_ds.data.sources.load import count_slots
+from disco_ds.eval.model import read_input_spec
+from disco_ds.models.clip import build_tokenizer, read_text_size
+from disco_ds.models.fast.attention import MAX_ROWS
+from disco_ds.models.fast.texts import find_counter, packs
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
+from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.towers import Towers, read_text_tokens, trace
+from disco_ds.plan.towers import Towers, build_fake_model, trace
 
 Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
@@ -40,22 +47,34 @@ TIE = 1.05
 
 Of all accepted settings, it takes those with the fewest changes to the recipe.
 """
+NUM_CAPTIONS = 1000
+"""Number of captions that are read to find their mean number of tokens."""
+NUM_SLOTS = 10
+"""The captions are read from this many slots, so that few shards must be opened."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """Memory and time that one step of a run will need."""
+    """Memory and time that one step of a run will need.
+
+    Raises:
+        ValueError: If the recipe does not suit the number of ranks, or if the cost of the loss is unknown.
+    """
 
     config: Config
     """The recipe, including the settings that the search of plan_run has chosen."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
-    memory: Memory
-    speed: Speed | None
-    """Times of a step; None if the GPU's FLOP/s or the bandwidth of its link is unknown."""
     towers: Towers
     """What the towers need for a micro-batch."""
+    memory: Memory = field(init=False)
+    speed: Speed | None = field(init=False)
+    """Times of a step; None if the GPU's FLOP/s or the bandwidth of its link is unknown."""
+
+    def __post_init__(self) -> None:
+        self.memory = plan_memory(self.config, self.ranks, self.towers, self.assumed)
+        self.speed = plan_speed(self.config, self.ranks, self.towers, self.gpu, self.assumed)
 
     @property
     def fits(self) -> bool:
@@ -71,6 +90,16 @@ class Plan:
     def host_bytes(self) -> int:
         """Bytes of host memory that the ranks on one host need together, without Python and its libraries."""
         return self.ranks_per_host * sum(self.memory.host.values())
+
+    @property
+    def work(self) -> float:
+        """Time of a step per sample or, if it is unknown, the FLOPs of the towers per sample."""
+        if self.speed:
+            return self.speed.step_s / self.config.global_batch
+        # All micro-batches except the last run the forward pass twice.
+        K = self.config.num_micro_batches(self.ranks)
+        flops = K * self.towers.flops + (K - 1) * self.towers.replay_flops
+        return flops / (K * self.config.micro_batch)
 
 
 def plan_run(
@@ -107,41 +136,19 @@ def plan_run(
     if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
     assumed = assumed or Assumptions()
-    is_complete = assumed.num_samples is not None and assumed.text_tokens is not None
-    sources = [] if is_complete else find_sources(config)
-    epoch_samples = 0
-    if sources and assumed.num_samples is None:
+    sources = find_sources(config)
+    epoch_samples = assumed.data_samples or 0
+    if sources and not epoch_samples:
         epoch_samples = count_epoch(config.data, sources)
-        assumed = replace(assumed, num_samples=sum(source.num_samples for source in sources))
-    epoch_samples = epoch_samples or known_samples(config, assumed.num_samples)
+        num_samples = sum(source.num_samples for source in sources)
+        assumed = assumed.model_copy(update={"data_samples": num_samples})
     assumed = read_text_tokens(config, assumed, sources)
     if search:
-        config, towers = fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
-    else:
-        towers = trace(config, config.micro_batch, assumed=assumed)
+        return fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
+    towers = trace(config, config.micro_batch, assumed=assumed)
     if epoch_samples:
         config = config.with_samples(epoch_samples)
-    memory = plan_memory(config, ranks, towers, assumed)
-    speed = plan_speed(config, ranks, towers, chosen, assumed)
-    return Plan(config, ranks, chosen, assumed, memory, speed, towers)
-
-
-def lowest_stage(made: Plan) -> tuple[int, float | None] | None:
-    """Find the lowest ZeRO stage at which the recipe fits. Lower stages have fewer collectives and fewer kernels.
-
-    Returns:
-        None if the recipe fits at no stage. Otherwise the stage, and a ratio: the time of the recipe's step divided by
-        the time of a step at that stage. The ratio is None if the times are unknown.
-    """
-    for level in range(4):
-        config = with_stage(made.config, level)
-        with suppress(ValueError):  # the recipe has settings that this stage does not support
-            memory = plan_memory(config, made.ranks, made.towers, made.assumed)
-            if memory.total <= made.gpu.gib * GIB:
-                speed = plan_speed(config, made.ranks, made.towers, made.gpu, made.assumed)
-                factor = made.speed.step_s / speed.step_s if made.speed and speed else None
-                return level, factor
-    return None
+    return Plan(config, ranks, chosen, assumed, towers)
 
 
 def find_sources(config: Config) -> list[Source]:
@@ -154,15 +161,53 @@ def find_sources(config: Config) -> list[Source]:
     return []
 
 
+def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]) -> Assumptions:
+    """Fill in the number of tokens of a text from the first samples of the run, if its shards are on this machine.
+
+    Args:
+        config: The recipe.
+        assumed: The assumptions to complete. They are returned unchanged if they already have the number or if the
+            shards cannot be read. If a GPU would compute the padding of the texts, the number is removed.
+        sources: The sources of the recipe; empty if they cannot be loaded.
+    """
+    parts = config.data.parts
+    is_local = all(part.source == "shards" and not is_remote(str(part.shards)) for part in parts)
+    can_read = bool(sources) and is_local
+    if assumed.text_tokens is None and not can_read:
+        return assumed
+    model = build_fake_model(config)
+    # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
+    is_short = read_text_size(model)[0] <= MAX_ROWS
+    packed = packs(getattr(model, "text", model)) and is_short and not model.two_views
+    if not packed or config.precision == "fp32":
+        return assumed.model_copy(update={"text_tokens": None})
+    if assumed.text_tokens is not None:
+        return assumed
+    inputs = read_input_spec(model, build_tokenizer(config.model, model))
+    count_tokens = find_counter(model)
+    share = Share(rank=0, size=1, global_batch=NUM_CAPTIONS, micro_batch=NUM_CAPTIONS)
+    with suppress(ValueError, OSError):
+        slots = min(count_slots(config.data, sources, 1), NUM_SLOTS)
+        data = config.data.model_copy(update={"slots": slots, "workers": 0})
+        loader = Loader(data, sources, inputs, share, config.seed, count_tokens=count_tokens)
+        with closing(loader):
+            step = loader.start_step()
+            lengths = next(loader.first_pass())["lengths"]
+        if step.error is None:
+            found = {"text_tokens": lengths.mean(), "text_deviation": lengths.std()}
+            return assumed.model_copy(update=found)
+    return assumed
+
+
 def fit(
     config: Config,
     ranks: int,
     gpu: Gpu,
     host_gib: float | None,
     assumed: Assumptions,
-    batch: Batch = "same",
-    epoch_samples: int = 0,
-) -> tuple[Config, Towers]:
+    batch: Batch,
+    epoch_samples: int,
+) -> Plan:
     """Find the fastest settings that fit.
 
     The search varies the micro-batch size, activation checkpointing, image_staging (if host_gib is given) and, if the
@@ -179,22 +224,17 @@ def fit(
             ENOUGH times this size if it is faster. The batch is not larger than the whole run.
         epoch_samples: Number of samples of an epoch; 0 if it is unknown.
 
-    Returns:
-        The recipe with the fastest settings, and what its towers need for a micro-batch.
-
     Raises:
         ValueError: If nothing fits; the message states the least GPU memory that is needed.
     """
     b = config.global_batch // ranks
     low, high = MICRO_BATCHES[0], MICRO_BATCHES[-1]
-    most = MAX_GLOBAL_BATCH
     if batch == "same":
         sizes = [m for m in range(min(low, b), min(high, b) + 1) if b % m == 0]
         sizes = sizes or [config.micro_batch]
     else:
-        if epoch_samples or config.epochs is None:
-            any_batch = config.model_copy(update={"global_batch": 1})
-            most = min(most, any_batch.with_samples(epoch_samples).samples or most)
+        num_samples = config.samples or int((config.epochs or 0) * epoch_samples)
+        most = min(num_samples or MAX_GLOBAL_BATCH, MAX_GLOBAL_BATCH)
         sizes = [m for m in MICRO_BATCHES if ranks * m <= most] or [max(most // ranks, 1)]
     given = config.zero_stage
     offloads = any("offload" in key for key in config.deepspeed.get("zero_optimization", {}))
@@ -203,23 +243,26 @@ def fit(
     stages = (1, 2, 3) if is_free and batch == "same" else (given,)
     stagings = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
 
+    plan = partial(Plan, ranks=ranks, gpu=gpu, assumed=assumed)
+
     def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
         """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
+        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
+        zero = {"zero_optimization": {"stage": level}}
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
             "image_staging": pixels,
-            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
+            "model": model,
             "ranks": ranks,
+            "deepspeed": merge(deepcopy(config.deepspeed), zero),
         }
-        return with_stage(config.model_copy(update=update), level)
+        return config.model_copy(update=update)
 
-    def fits(tried: Config, towers: Towers) -> bool:
-        memory = plan_memory(tried, ranks, towers, assumed)
-        host_bytes = min(ranks, assumed.per_host) * sum(memory.host.values())
-        return memory.total <= gpu.gib * GIB and (host_gib is None or host_bytes <= host_gib * GIB)
+    def fits(made: Plan) -> bool:
+        return made.fits and (host_gib is None or made.host_bytes <= host_gib * GIB)
 
-    candidates = []
+    candidates: list[Plan] = []
     fitting: set[tuple[int, bool, str]] = set()
     for checkpointing in (False, True):
         few, many = (
@@ -227,46 +270,37 @@ def fit(
             for m in (sizes[0], sizes[-1])
         )
         for m, pixels, level in product(sizes, stagings, stages):
-            towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
             variant = m, checkpointing, pixels, level
             # A higher stage only saves memory: its additional collectives have latencies, which are not planned.
             if level != given and variant[:-1] in fitting:
                 continue
+            towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
             counts = [b // m] if batch == "same" else range(1, most // (ranks * m) + 1)
             # The index of the first K that does not fit is also the number of K that fit.
-            num = bisect_left(counts, True, key=lambda K: not fits(change(K, *variant), towers))
+            num = bisect_left(
+                counts, True, key=lambda K: not fits(plan(change(K, *variant), towers=towers))
+            )
             if num:
                 fitting.add(variant[:-1])
-                K = counts[num - 1]
-                chosen = change(K, *variant)
-                speed = plan_speed(chosen, ranks, towers, gpu, assumed)
-                # All micro-batches except the last run the forward pass twice.
-                flops = K * towers.flops + (K - 1) * towers.replay_flops
-                candidates.append(((speed.step_s if speed else flops) / (K * m), chosen, towers))
+                candidates.append(plan(change(counts[num - 1], *variant), towers=towers))
     if not candidates:
         # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
         K = b // sizes[0] if batch == "same" else 1
         least = change(K, sizes[0], True, stagings[-1], stages[-1])
-        needed = plan_memory(least, ranks, few, assumed).total / GIB
+        needed = plan(least, towers=few).memory.total / GIB
         raise ValueError(
             f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
             f"{needed:.2f} GiB; use a smaller zero_optimization.reduce_bucket_size or more GPUs"
         )
     # A slightly smaller batch is accepted if it saves much recomputation.
-    enough = ENOUGH * max(chosen.global_batch for _, chosen, _ in candidates)
-    large = [entry for entry in candidates if entry[1].global_batch >= enough]
-    limit = TIE * min(work for work, _, _ in large)
-    fast = [entry for entry in large if entry[0] <= limit]
-    _, best, towers = min(fast, key=lambda entry: (len(list_changes(config, entry[1])), entry[0]))
-    return _shorten_warmup(best, epoch_samples), towers
-
-
-def with_stage(config: Config, level: int) -> Config:
-    """Return the recipe with ZeRO stage `level`."""
-    if level == config.zero_stage:
-        return config
-    changes = {"zero_optimization": {"stage": level}}
-    return config.model_copy(update={"deepspeed": merge(deepcopy(config.deepspeed), changes)})
+    enough = ENOUGH * max(made.config.global_batch for made in candidates)
+    large = [made for made in candidates if made.config.global_batch >= enough]
+    limit = TIE * min(made.work for made in large)
+    fast = [made for made in large if made.work <= limit]
+    best = min(fast, key=lambda made: (len(list_changes(config, made.config)), made.work))
+    if epoch_samples:
+        best.config = best.config.with_samples(epoch_samples)
+    return best
 
 
 def list_changes(before: Config, after: Config) -> list[str]:
@@ -281,22 +315,6 @@ def list_changes(before: Config, after: Config) -> list[str]:
         for config in (before, after)
     )
     return [f"{name}={str(new[name]).lower()}" for name in new if new[name] != old[name]]
-
-
-def _shorten_warmup(config: Config, epoch_samples: int) -> Config:
-    """Shorten the warmup if the run has too few steps for warmup and cooldown.
-
-    The new warmup takes a tenth of the steps before the cooldown.
-    """
-    optim = config.optim
-    if config.epochs is not None and not epoch_samples:
-        return config
-    num_steps = config.with_samples(epoch_samples).num_steps
-    if optim.warmup_steps + optim.cooldown_steps <= num_steps:
-        return config
-    warmup_steps = (num_steps - optim.cooldown_steps) // 10
-    optim = optim.model_copy(update={"warmup_steps": warmup_steps})
-    return config.model_copy(update={"optim": optim})
 
 
 def write_recipe(config: Config, folder: Path, comment: str) -> Path:

@@ -28,8 +28,8 @@ from disco_ds.plan.towers import Towers
 
 RATES = {"ViT-B-32": 0.385, "ViT-B-16": 0.37, "ViT-L-14": 0.41}
 """Model name -> fraction of the GPU's nominal 16-bit FLOP/s that its compiled towers reached in autocast."""
-MEASURED_ON = ("H200",)
-"""GPUs on which RATES was measured."""
+MEASURED_ON = "H200"
+"""GPU on which RATES was measured."""
 EAGER = 0.82
 """FLOP/s of towers that are not compiled, as a fraction of the FLOP/s of compiled towers."""
 OTHER_RATE = 0.37
@@ -77,8 +77,9 @@ def plan_speed(
         return None
     K = config.num_micro_batches(ranks)
     b = config.global_batch // ranks
+    # Any number of samples: the state that a loss keeps for them takes no time.
     cost = loss_cost(
-        config.loss.name, config.loss_options, b, ranks, towers.width, 0, towers.teacher_width
+        config.loss.name, config.loss_options, b, ranks, towers.width, 1, towers.teacher_width
     )
     # Tensor cores multiply TF32 at half the rate of 16 bits.
     rates = {"fp32": gpu.fp32, "tf32": gpu.half / 2}
@@ -88,7 +89,7 @@ def plan_speed(
         rate, source = tower_rate(config, gpu)
     loss_rate = LOSS_RATE if assumed.efficiency is None else rate
     # Across hosts, the slowest connection decides.
-    link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
+    link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.bandwidth)
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     ds_config = render_ds_config(config, ranks)
@@ -128,11 +129,10 @@ def tower_rate(config: Config, gpu: Gpu) -> tuple[float, str]:
         return OPEN_CLIP_RATE, "a guess"
     compiled = model.compile is True or (model.compile == "auto" and config.zero_stage < 3)
     rate = RATES.get(model.label, OTHER_RATE) * (1.0 if compiled else EAGER)
-    cards = " and ".join(MEASURED_ON)
     if model.label not in RATES or config.precision != "autocast":
-        return rate, f"a guess from {', '.join(RATES)} on {cards} in autocast"
-    how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {cards}"
-    return rate, how if gpu.name in MEASURED_ON else f"a guess for this GPU: {how}"
+        return rate, f"a guess from {', '.join(RATES)} on {MEASURED_ON} in autocast"
+    how = f"measured for {model.label}, {'compiled' if compiled else 'not compiled'}, on {MEASURED_ON}"
+    return rate, how if gpu.name == MEASURED_ON else f"a guess for this GPU: {how}"
 
 
 def hide(comm_s: float, window_s: float, num_buckets: int) -> float:

@@ -1,4 +1,4 @@
-"""Trace the memory and FLOPs that the towers need for a micro-batch, and read how long the texts are.
+"""Trace the memory and FLOPs that the towers need for a micro-batch.
 
 The trace runs the recipe's model through the passes of a training step on fake tensors, which have
 shapes but no memory. The fake tensors are on the CPU, because a backward pass on a fake GPU needs a driver.
@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,24 +26,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disco_ds.config import Config, DataSettings
-from disco_ds.config.data import is_remote
-from disco_ds.data import InputSpec, MicroBatch, Source
-from disco_ds.data.errors import BrokenSample, breaks_sample
-from disco_ds.data.samples import SampleKey, SyntheticSource
-from disco_ds.data.samples import prepare as prepare_sample
-from disco_ds.data.sources.selection import Selection
-from disco_ds.eval.model import read_input_spec
+from disco_ds.config import Config
+from disco_ds.data import MicroBatch
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import (
     build_model,
-    build_tokenizer,
     pixel_affine,
     read_preprocessing,
     read_text_size,
 )
-from disco_ds.models.fast.attention import MAX_ROWS
-from disco_ds.models.fast.texts import find_counter, packs
+from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
@@ -55,10 +46,6 @@ ERRORS = 6
 
 The mean number of tokens in this micro-batch is this many standard errors above the mean of all texts.
 """
-
-NUM_CAPTIONS = 1000
-"""Number of captions that are read, evenly spaced over at most NUM_SHARDS shards of each source."""
-NUM_SHARDS = 10
 
 
 @dataclass(frozen=True)
@@ -221,20 +208,18 @@ def make_batch(
         model: The model.
         m: Number of samples.
         device: Device of the tensors.
-        lengths: Number of tokens of each text, [m]. None: the context length. The last token of each text has the
-            largest id, and zeros follow it.
+        lengths: Number of tokens of each text that the tower needs, [m]. None: all.
     """
     context, vocabulary = read_text_size(model)
-    lengths = np.full(m, context) if lengths is None else lengths
     size = read_preprocessing(model).size
     image = torch.randint(0, 256, (m, 3, *size), dtype=torch.uint8, device=device)
     text = torch.randint(1, vocabulary - 1, (m, context), device=device)
-    end = torch.from_numpy(lengths).to(device)[:, None] - 1
-    position = torch.arange(context, device=device)
-    text = torch.where(position < end, text, 0) + (vocabulary - 1) * (position == end)
+    text[:, -1] = vocabulary - 1  # towers pool at the largest token
     index = torch.arange(m, device=device)
-    batch = {"image": image, "text": text, "index": index, "view_key": index}
-    return batch | {"lengths": lengths} if find_counter(model) else batch
+    batch: MicroBatch = {"image": image, "text": text, "index": index, "view_key": index}
+    if find_counter(model):
+        batch["lengths"] = np.full(m, context) if lengths is None else lengths
+    return batch
 
 
 def trace(
@@ -253,19 +238,19 @@ def trace(
         ValueError: If the model cannot be traced.
     """
     assumed = assumed or Assumptions()
-    with _explained(config):
-        student = _trace(config, m, like_gpu, assumed)
-        if assumed.text_tokens is not None:
-            # Memory must suffice for long texts, but the time depends on the mean length.
-            mean = _trace(config, m, like_gpu, replace(assumed, text_deviation=0.0))
-            student = replace(student, flops=mean.flops, replay_flops=mean.replay_flops)
-        if config.teacher is None:
-            return student
-        if config.teacher.settings is None:  # its embeddings are stored
-            return replace(student, teacher_width=sum(config.teacher.widths or (student.width,)))
-        # The teacher runs once per micro-batch, before the student's forward, and without a graph.
-        alone = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
-        teacher = _trace(alone, m, like_gpu, assumed)
+    student = _trace(config, m, like_gpu, assumed)
+    if assumed.text_tokens is not None:
+        # Memory must suffice for long texts, but the time depends on the mean length.
+        equal = assumed.model_copy(update={"text_deviation": 0.0})
+        mean = _trace(config, m, like_gpu, equal)
+        student = replace(student, flops=mean.flops, replay_flops=mean.replay_flops)
+    if config.teacher is None:
+        return student
+    if config.teacher.settings is None:  # its embeddings are stored
+        return replace(student, teacher_width=sum(config.teacher.widths or (student.width,)))
+    # The teacher runs once per micro-batch, before the student's forward, and without a graph.
+    alone = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
+    teacher = _trace(alone, m, like_gpu, assumed)
     return replace(
         student,
         replay=max(student.replay, teacher.replay),
@@ -282,27 +267,14 @@ def build_fake_model(config: Config) -> Any:
     Raises:
         ValueError: If the model cannot be built from fake tensors.
     """
-    with _explained(config), _fake(like_gpu=False):
+    with _fake(config, like_gpu=False):
         return prepare_model(config)
-
-
-@contextmanager
-def _explained(config: Config) -> Iterator[None]:
-    """Turn any error inside the `with` block into a ValueError that names the model. A ValueError is not changed."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        # The cause may be a shape that depends on values, or an operator without fake tensor support.
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 
 
 def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
     """Trace the recipe's model without its teacher. The arguments are those of `trace`."""
     measured: Counter[str] = Counter()
-    with _fake(like_gpu):
+    with _fake(config, like_gpu):
         model = prepare_model(config)
         lengths = plan_lengths(assumed, m, read_text_size(model)[0])
         batch = make_batch(model, m, lengths=lengths)
@@ -359,34 +331,34 @@ def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
 
 
 @contextmanager
-def _fake(like_gpu: bool) -> Iterator[None]:
+def _fake(config: Config, like_gpu: bool) -> Iterator[None]:
     """Make every tensor that is created inside the `with` block a fake tensor.
 
-    The cache of pixel_affine is cleared before and after the block, so that it never mixes fake and real tensors.
+    Any error inside the block becomes a ValueError that names the model, except that a ValueError is not changed.
     """
-    pixel_affine.cache_clear()
-    try:
-        with ExitStack() as stack:
-            # open_clip moves the model to its device, which fails for fake parameters.
-            stack.enter_context(_replaced(nn.Module, "to", lambda module, *_, **__: module))
-            if like_gpu:
-                for name in ("layer_norm", "group_norm"):
-                    stack.enter_context(_replaced(F, name, _in_fp32(getattr(F, name))))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            yield
-    finally:
+    with ExitStack() as stack:
+
+        def replace_in(owner: Any, name: str, value: Callable[..., Any]) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        # The cache of pixel_affine must never mix fake and real tensors.
         pixel_affine.cache_clear()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace an attribute of a torch module or class inside the `with` block."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+        stack.callback(pixel_affine.cache_clear)
+        # open_clip moves the model to its device, which fails for fake parameters.
+        replace_in(nn.Module, "to", lambda module, *_, **__: module)
+        if like_gpu:
+            for name in ("layer_norm", "group_norm"):
+                replace_in(F, name, _in_fp32(getattr(F, name)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            # The cause may be a shape that depends on values, or an operator without fake tensor support.
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 
 
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -399,75 +371,3 @@ def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
 
     return wrapped
-
-
-def read_text_tokens(
-    config: Config, assumed: Assumptions, sources: Sequence[Source]
-) -> Assumptions:
-    """Fill in the mean number of tokens of a text from the recipe's shards, if they are on this machine.
-
-    Each source counts by its weight in the mixture.
-
-    Args:
-        config: The recipe.
-        assumed: The assumptions to complete. They are returned unchanged if they already have the number or if the
-            shards cannot be read. If a GPU would compute the padding of the texts, the number is removed.
-        sources: The sources of the recipe; empty if they cannot be loaded.
-    """
-    data = config.data
-    is_local = not any(is_remote(str(part.shards)) for part in data.parts)
-    if assumed.text_tokens is None and not (sources and is_local):
-        return assumed
-    lengths: list[int] = []
-    weights: list[float] = []
-    with suppress(ValueError, OSError):
-        model = build_fake_model(config)
-        count = find_counter(model)
-        if count is None or not is_packed(config, model):
-            return replace(assumed, text_tokens=None)
-        if assumed.text_tokens is not None:
-            return assumed
-        spec = read_input_spec(model, build_tokenizer(config.model, model))
-        given = [part.weight for part in data.sources or ()] or [None]
-        for weight, settings, source in zip(given, data.per_source, sources, strict=True):
-            if not isinstance(source, SyntheticSource):
-                num = NUM_CAPTIONS // len(sources)
-                read = _read_lengths(source, settings, spec, count, num)
-                lengths += read
-                weights += len(read) * [(weight or source.num_samples) / max(len(read), 1)]
-    if not lengths:
-        return assumed
-    mean = fmean(lengths, weights)
-    deviation = fmean([(length - mean) ** 2 for length in lengths], weights) ** 0.5
-    return replace(assumed, text_tokens=mean, text_deviation=deviation, num_captions=len(lengths))
-
-
-def is_packed(config: Config, model: Any) -> bool:
-    """Return whether the text tower skips the padding of every text on a GPU.
-
-    Trimming a micro-batch to its longest text does not count, because among many texts one is usually long.
-    """
-    is_short = read_text_size(model)[0] <= MAX_ROWS
-    is_exact = config.precision == "fp32"
-    packed = packs(getattr(model, "text", model)) and not model.two_views
-    return packed and is_short and not is_exact
-
-
-def _read_lengths(
-    source: Source, settings: DataSettings, spec: InputSpec, count: Any, num: int
-) -> list[int]:
-    """Read up to `num` captions of a source, and return the number of tokens of each."""
-    lengths = []
-    last = len(source.sizes) - 1
-    shards = sorted({i * last // (NUM_SHARDS - 1) for i in range(NUM_SHARDS)})
-    share = -(-num // len(shards))
-    selection = Selection.load(settings)
-    with closing(source.open(1, settings.window)) as reader:
-        for shard in shards:
-            size = source.sizes[shard]
-            for entry in sorted({i * size // share for i in range(share)} if size else ()):
-                with suppress(BrokenSample), breaks_sample(OSError):
-                    members = selection.read(reader, shard, entry)
-                    sample = prepare_sample(members, SampleKey(0, 0, entry), settings, spec)
-                    lengths.append(int(count(sample["text"][None])[0]))
-    return lengths

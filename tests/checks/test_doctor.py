@@ -27,21 +27,22 @@ from disco_ds.checks.recipe import (
     check_start,
 )
 from disco_ds.checks.report import Line, examine
-from disco_ds.checks.samples import Findings, Inputs, check_samples
+from disco_ds.checks.samples import Findings, check_samples, read_samples
 from disco_ds.cli.main import main
-from disco_ds.config import Config, ModelSettings
+from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data import DataError, ImageSpec, InputSpec, Loader, Share, Staging, load_sources
+from disco_ds.data import DataError, Loader, Share, Staging, augment, load_sources
+from disco_ds.data.samples import SampleKey
 from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
-from disco_ds.models.clip import read_preprocessing, read_text_size
+from disco_ds.eval.model import read_input_spec
+from disco_ds.models.clip import build_model, build_tokenizer
 from disco_ds.training.engine import prepare
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
 from helpers.shards import encode, noise, write_shards
-from helpers.towers import BPE_SIZE, TINY
 from helpers.web import serve
 
 # Packages
@@ -107,10 +108,10 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
         "ds_config key amp is not supported: use torch_autocast",
         "ds_config key elasticity is not supported: DeepSpeed 0.19 has removed it",
         "ds_config: unknown key wallclock_breakdown; did you mean wall_clock_breakdown?",
-        "ds_config: unknown key overlap_comm; it belongs in zero_optimization",
+        "ds_config: unknown key overlap_comm",
         "ds_config key activation_checkpointing is set by the recipe's model.activation_checkpointing;",
         "ds_config: unknown key zero_optimization.offload_optimiser; did you mean offload_optimizer?",
-        "ds_config: unknown key zero_optimization.communication_data_type; it belongs in the top level",
+        "ds_config: unknown key zero_optimization.communication_data_type",
     ]
     line = start(settings(deepspeed=given))
     assert line.status == "fail"
@@ -402,14 +403,12 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
     config = data_of(tmp_path / "data", workers=0, slots=1, augment={"rotate_degrees": 30})
     teacher = TeacherSettings(image="img.npy", text="txt.npy") if stored else None
     config = config.model_copy(update={"teacher": teacher})
-    inputs, findings = Inputs.build(config), Findings()
+    model, findings = build_model(config.model), Findings()
+    spec = read_input_spec(model, build_tokenizer(config.model, model))
     (source,) = load_sources(config.data)
     if teacher:
-        inputs = replace(inputs, stored=find_stored([config.data], teacher, [source]))
-    inputs.read(source, config.data, 0, findings)
-    look = read_preprocessing(inputs.model)
-    image = ImageSpec(look.size, look.interpolation, look.resize_mode)
-    spec = InputSpec(image, inputs.tokenizer, *read_text_size(inputs.model), stored=inputs.stored)
+        spec = replace(spec, stored=find_stored([config.data], teacher, [source]))
+    read_samples(source, config.data, spec, SampleKey(config.seed, 0, 0), findings)
     loader = Loader(config.data, [source], spec, Share(0, 1, 20, 20), config.seed, None, Staging())
     loader.start_step()
     (batch,) = loader.first_pass()
@@ -417,24 +416,16 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
     rows = {index: row for row, index in enumerate(batch["index"].tolist())}
     assert len(findings.samples) == 20
     for sample in findings.samples:
-        assert torch.equal(batch["text"][rows[sample.id]], sample.text)
-        assert torch.allclose(images[rows[sample.id]], inputs.augment(sample), atol=1e-6)
+        row = rows[sample["index"]]
+        assert torch.equal(batch["text"][row], sample["text"])
+        key = torch.tensor([sample["view_key"]])
+        image = augment(sample["image"][None], key, config.data.augment)[0]
+        assert torch.allclose(images[row], image, atol=1e-6)
     loader.close()
     lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
         assert picture.size == (960, 760)
-
-
-def test_captions_that_the_model_cannot_tell_apart_fail(tmp_path: Path) -> None:
-    tree = TINY | {"text_cfg": TINY["text_cfg"] | {"vocab_size": BPE_SIZE, "pool_type": "first"}}
-    (tmp_path / "first.json").write_text(json.dumps(tree))
-    write_shards(tmp_path / "data", [40], drawn)
-    config = data_of(tmp_path / "data")
-    config = config.model_copy(update={"model": ModelSettings(name=str(tmp_path / "first.json"))})
-    line = the(look_at_data(config), "features")
-    assert line.status == "fail"
-    assert line.found.startswith("100% of the captions have the same text features")
 
 
 def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:

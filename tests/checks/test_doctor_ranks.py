@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from disco_ds.checks.hosts import check_all_hosts, check_host
+from disco_ds.checks.hosts import check_host
 from disco_ds.checks.ranks import check_gradients, run_alone, shrink
 from disco_ds.checks.report import Line
 from disco_ds.config import Config
@@ -20,7 +20,6 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks
-from helpers.doctor import statuses
 from helpers.minimal import settings
 from helpers.precisions import MATRIX, ds_config
 
@@ -34,28 +33,6 @@ def test_disk_and_driver_of_this_host_are_checked(tmp_path: Path) -> None:
     if torch.accelerator.device_count() == 0 and not Path("/proc/driver/nvidia").exists():
         assert gpus.status == "warn"
     assert not list(tmp_path.iterdir())
-
-
-def compare_hosts(folder: Path) -> list[Line]:
-    equal = list(check_all_hosts(folder / "runs"))
-    if comm.rank() == 1:
-        sys.path.insert(0, str(folder / "other"))
-    with pytest.raises(
-        ValueError, match=r"triton: \S+ on \S+ \(rank 0\); \"2.0.0\" on \S+ \(rank 1\)"
-    ):
-        list(check_all_hosts(folder / "runs"))
-    return equal
-
-
-def test_other_package_on_a_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
-    info = tmp_path / "other" / "triton-2.0.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 2.0.0\n")
-    for lines in run_ranks(compare_hosts, 2, tmp_path):
-        assert statuses(lines) == [("ok", "hosts")]
-    assert [path.name for path in tmp_path.iterdir()] == ["other"], (
-        "the file that the check creates must be removed"
-    )
 
 
 # The step

@@ -112,30 +112,30 @@ OVERRIDES = [
     ("epochs=1e300", "epochs must be less than or equal to 1000000"),
     ("checkpoint.every_epochs=1e300", "checkpoint.every_epochs must be less than or equal to 1000000"),
     ("micro_batch=true", "micro_batch: true is not valid"),
-    ("name=a/b", "name is 'a/b'; expected"),
-    ("name=..", "name is '..'"),
-    ('name="a\\nb"', "name is "),
+    ("name=a/b", "name must match pattern"),
+    ("name=..", "name must match pattern"),
+    ('name="a\\nb"', "name must match pattern"),
     (f"name={'a' * 5_000}", "at most 100 characters"),
     ('data.captions={"plain": 1}', "has no field"),
     ('data.captions={"": 1}', "has no field"),
-    ('data.captions={"{": 1}', "is malformed"),
+    ('data.captions={"{": 1}', "data.captions: Single '{'"),
     ('data.captions={"{}": 1}', "expected {member}"),
     ('data.captions={"{txt!r:>99999999}": 1}', "expected {member}"),
     ("eval.label_key=plain", "eval.label_key: template 'plain' has no field"),
     ("eval.caption_key=", "eval.caption_key"),
-    ("eval.classes={a: b}", "eval.classes.a: no labeled set"),
-    ("eval.templates={a: b}", "eval.templates.a: no labeled set"),
+    ("eval.classes={a: b}", "eval.labeled has no set named a"),
+    ("eval.templates={a: b}", "eval.labeled has no set named a"),
     ("data.remote.tries=9", "data.remote.tries: this is not a setting"),
     ("data.worker_timeout_s=9", "data.worker_timeout_s: this is not a setting"),
     ("data.retry_s=9", "unknown key data.retry_s"),
     ("data.workers=1000000", "less than or equal to 1024"),
     ("data.slots=1000000000", "less than or equal to"),
-    ("checkpoint.copy_command=cp {path} {nam}", "checkpoint.copy_command: expected"),
+    ("checkpoint.copy_command=cp {name}", "checkpoint.copy_command: expected"),
     ("checkpoint.copy_command=cp {path} '", "checkpoint.copy_command: No closing quotation"),
     ("deepspeed.zero_optimization.reduce_bucket_size=-5", "reduce_bucket_size must be greater than 0, got -5"),
     ("deepspeed.zero_optimization.reduce_bucket_size=big", "reduce_bucket_size"),
     ("deepspeed.zero_optimization.reduce_bucket_size=.nan", "reduce_bucket_size must be a finite number"),
-    ("deepspeed.aio.block_size=.inf", "finite"),
+    ("deepspeed.comms_logger.debug=.inf", "finite"),
     ("deepspeed.zero_optimization.overlap_comm='off'", "overlap_comm must be true or false, got 'off'"),
     ("deepspeed.zero_optimization.overlap_comm=maybe", "overlap_comm must be a valid boolean, got 'maybe'"),
     ("deepspeed.zero_optimization.offload_optimizer={device: gpu}", "offload_optimizer.device"),
@@ -148,9 +148,8 @@ OVERRIDES = [
     ("deepspeed=[]", "must be a bundled name, a path or a mapping"),
     ("optim.lr=[", "syntax error"),
     ("..=3", "not of the form a.b=value"),
-    ("loss=siglip", "such as loss.name"),
-    ("optim=3", "optim is a group of settings"),
-    ("data.source=odd", "`package.module:Class`"),
+    ("loss=siglip", "loss must be a valid dictionary"),
+    ("data.source=odd", "data.source must match pattern"),
 ]  # fmt: skip
 
 
@@ -197,10 +196,9 @@ def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
             "'zero_optimization' is given twice",
         ),
         ('{"zero_optimization": {"stage": 1, "stage": 3}}', "'stage' is given twice"),
-        ("[" * 100_000 + "]" * 100_000, "not valid JSON"),
-        ('{"zero_optimization": {"stage": 010}}', "line 1 column 34"),
+        ("[" * 100_000 + "]" * 100_000, "syntax error"),
         (b"\xff\xfe{}", "not UTF-8 text"),
-        ("[1]", "expected a JSON object"),
+        ("[1]", "expected a mapping of settings, got list"),
     ],
 )
 def test_malformed_ds_config_is_refused_naming_the_file(
@@ -228,16 +226,16 @@ def test_malformed_ds_config_is_refused_naming_the_file(
 )
 def test_malformed_hostfile_line_is_refused(line: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
-    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: read_hosts(path, ""))
+    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: read_hosts(path, []))
 
 
 def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
+        "\n# ours\nnode-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
         "hosts",
     )
-    assert read_hosts(path, "") == {"user@node-1.example.org": 8, "node_2": 8}
+    assert read_hosts(path, []) == {"node-1.example.org": 8, "node_2": 8}
 
 
 # Mutations
@@ -306,7 +304,7 @@ def sweep(folder: Path, num_cases: int) -> tuple[int, int]:
             said = dry_run(write(folder, TEXT), "deepspeed=ours.json")
         else:
             path = write(folder, mutate(hostfiles[0], rng), "hosts")
-            said = refusal(lambda path=path: read_hosts(path, ""))
+            said = refusal(lambda path=path: read_hosts(path, []))
         refused += bool(said)
     return num_cases - refused, refused
 

@@ -237,23 +237,14 @@ def test_ds_config_suggestion_is_never_a_key_of_the_recipe() -> None:
 
 
 def test_read_ds_config_path_beside_the_recipe_and_base(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+    text = '{"zero_optimization": {"stage": 2,\n\t"overlap_comm": true}}'
+    (tmp_path / "mine.json").write_text(text)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | {"deepspeed": "mine.json"}))
     assert zero_stage(load_config(path).deepspeed) == 2
     entry = {"base": "mine.json", "zero_optimization": {"stage": 1}}
     path.write_text(yaml.safe_dump(MINIMAL | {"deepspeed": entry}))
     assert load_config(path).deepspeed == {"zero_optimization": {"stage": 1, "overlap_comm": True}}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [("{", "line 1 column 2"), ("[]", "expected a JSON object, got list")]
-)
-def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"mine.json.*{words}"):
-        read_ds_config(str(path), tmp_path)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -64,7 +64,7 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["model.patch_dropout=1"], "model.patch_dropout must be less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "model.lock_image and model.lock_text"),
         (["optim.image.layer_decay=1.1"], "optim.image.layer_decay .*equal to 1, got 1.1"),
-        (["model=3"], "model is a group .*got 3"),
+        (["model=3"], "model must be a valid dictionary .*got 3"),
         (["data.source=shards"], "data.shards is missing"),
         (["data.captions={a: -1}"], "data.captions: .*weight"),
         (["data.captions={a: 0}"], "data.captions: .*weight"),
@@ -162,8 +162,6 @@ def test_peak_lr_follows_the_batch_unless_given() -> None:
     for rule, expected in (("linear", 2e-3), ("sqrt", 1e-3), ("none", 5e-4)):
         found = settings(optim={**optim, "lr_rule": rule}, global_batch=4 * BASE_BATCH)
         assert found.peak_lr == pytest.approx(expected)
-        # DisCo-CLIP's largest batch with an accuracy is 65,536.
-        assert ("optim.lr_rule=sqrt" in found.describe(1)) == (rule == "linear")
 
 
 # Round trip

@@ -121,18 +121,6 @@ def test_skipped_shards_are_named_and_left_out(
         load_sources(settings(folder / "{00000..00021}.tar", manifest=to))
 
 
-def test_index_that_cannot_be_written_reads_no_shard(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "00000.tar").write_bytes(b"no tar")
-    for to in (tmp_path / "none" / "m.json", folder / "00000.tar" / "m.json"):
-        assert run(folder, "--to", to) == 2
-        printed = capsys.readouterr().err
-        assert f"no manifest can be written into {to.parent}: " in printed
-        assert "--to FILE" in printed
-        assert "cannot be read as a tar" not in printed
-
-
 def test_check_tells_what_has_changed_and_writes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -10,17 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.launcher import runner
 
 from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
-from disco_ds.launch.hosts import read_hosts, signal_ranks, wait_for_hosts, with_hosts
+from disco_ds.launch.hosts import check_min_hosts, read_hosts, signal_ranks, wait_for_hosts
 from disco_ds.launch.launcher import front_end, run
+from disco_ds.launch.packing import unpack
 from helpers.tiny_run import recipe
 
-HOSTS = ("host-a", "user@host-b", "host-c")
+HOSTS = ("host-a", "host-b", "host-c")
 SSH = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 [ -e {folder}/"$1" ] || exit 255
@@ -139,12 +143,12 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     assert wait(HOSTS[:2], 2, 600) == list(HOSTS[:2])
     assert "waiting" not in capfd.readouterr().err
     # Another host that does not answer gets the full time.
-    (answering / "user@host-b").unlink()
+    (answering / "host-b").unlink()
     assert wait(HOSTS[:2], 1, 0.5) == ["host-a"]
     assert (
         capfd.readouterr()
         .err.splitlines()[-1]
-        .endswith("1 of 3 hosts: no answer from user@host-b, host-c")
+        .endswith("1 of 3 hosts: no answer from host-b, host-c")
     )
 
 
@@ -160,28 +164,19 @@ def test_launch_waits_longer_than_the_patience_if_too_few_hosts_are_left(answeri
 
 
 @pytest.mark.parametrize(("given", "left"), [([], []), (["ranks=7"], ["ranks=5"])])
-def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
+def test_attempt_with_fewer_hosts_names_only_these(
     given: list[str], left: list[str], tmp_path: Path
 ) -> None:
-    words = [
-        "launch",
-        "--config",
-        "tiny",
-        "--hostfile",
-        "hosts",
-        "--deepspeed",
-        "--master_port 1",
-        "steps=3",
-        *given,
-    ]
-    args, config = parse_args(words), load_config(recipe(tmp_path), given)
+    path, hostfile = recipe(tmp_path), tmp_path / "hosts"
     slots = dict(zip(HOSTS, (2, 3, 2), strict=True))
-    with with_hosts(args, config, slots, HOSTS) as same:
-        assert same is args
-    with with_hosts(args, config, slots, HOSTS[:2]) as fewer:
-        assert read_hosts(fewer.hostfile, "") == {"host-a": 2, "user@host-b": 3}
-        assert fewer.overrides == ["steps=3", *left]
-    assert not fewer.hostfile.exists()
+    hostfile.write_text("".join(f"{host} slots={num}\n" for host, num in slots.items()))
+    words = ["launch", "--config", str(path), "--hostfile", str(hostfile), "steps=3", *given]
+    args, config = parse_args(words), load_config(path, given)
+    for hosts, overrides in ((HOSTS, given), (HOSTS[:2], left)):
+        command = front_end(args, config, slots, hosts, "id", None)
+        assert unpack(command[-1:])[1:] == ["steps=3", *overrides]
+        options = command[command.index("-m") + 2 : command.index("--module")]
+        assert read_hosts(hostfile, options) == {host: slots[host] for host in hosts}
 
 
 HERE = socket.gethostname()
@@ -197,7 +192,7 @@ HERE = socket.gethostname()
         (["host-a slots=2", "host-c slots=4"], "", {"host-a": 2, "host-c": 4}),
         ([f"{HERE} slots=2", "host-c slots=4"], "--include " + HERE, {}),
         (["localhost slots=2"], "", {}),
-        (["me@127.0.0.1 slots=2"], "", {}),
+        (["127.0.0.1 slots=2"], "", {}),
         (["host-a slots=2"], "--no_ssh --node_rank 0", {}),
     ],
 )
@@ -212,7 +207,7 @@ def test_single_remote_host_is_reached_over_ssh(
     """Run the front end of DeepSpeed up to the command that it would start."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("\n".join(lines))
-    assert read_hosts(hostfile, options) == remote
+    assert read_hosts(hostfile, options.split()) == remote
     started: list[list[str]] = []
 
     def start(command: list[str], **_: object) -> None:
@@ -223,12 +218,48 @@ def test_single_remote_host_is_reached_over_ssh(
     monkeypatch.setattr(runner.subprocess, "Popen", start)
     front = f"--master_addr 10.0.0.1 --no_ssh_check {options}"
     words = ["launch", "--config", "tiny", "--hostfile", str(hostfile), f"--deepspeed={front}"]
-    command = front_end(parse_args(words), list(remote), "launch-of-a-test-0", None)
+    config: Any = None
+    command = front_end(parse_args(words), config, remote, list(remote), "launch-of-a-test-0", None)
     with pytest.raises(InterruptedError):
         runner.main(command[command.index("-m") + 2 :])
     (line,) = started
     reached = line[line.index("-w") + 1].split(",") if line[0] == "pdsh" else []
     assert reached == list(remote)
+
+
+def check(folder: Path, slots: list[int], least: int, *overrides: str) -> None:
+    config = load_config(recipe(folder), overrides)
+    hosts = {f"host-{number}": ranks for number, ranks in enumerate(slots)}
+    check_min_hosts(SimpleNamespace(min_hosts=least, deepspeed=[]), config, hosts)  # type: ignore[arg-type]
+
+
+STAGES = "stages=[{until: 240, global_batch: 24}, {until: 400, global_batch: 32}]"
+
+
+@pytest.mark.parametrize(
+    ("slots", "least", "overrides", "said"),
+    [
+        ([1, 1, 1], 2, ["global_batch=24"], "data.slots must be a multiple of 6, got 4"),
+        ([1, 1, 1], 2, ["data.slots=6"], "global_batch must be a multiple of 24, got 16"),
+        ([1, 1, 2], 2, ["data.slots=12"], "global_batch must be a multiple of 48, got 16"),
+        ([1, 1, 1, 1], 2, ["data.slots=12"], "global_batch must be a multiple of 48, got 16"),
+        ([1, 2, 4], 2, ["global_batch=48"], "data.slots must be a multiple of 210, got 4"),
+        ([8] * 300, 299, [], "data.slots must be a multiple of 717,600, got 4"),
+        ([1, 1, 1], 2, ["data.slots=6", "steps=null", STAGES], "a multiple of 24, got 32"),
+        ([1, 1], 1, ["data.slots=1048576"], "every slot needs one"),
+    ],
+)
+def test_number_of_ranks_that_does_not_divide_is_refused(
+    slots: list[int], least: int, overrides: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check(tmp_path, slots, least, *overrides)
+
+
+def test_settings_that_the_error_names_are_accepted(tmp_path: Path) -> None:
+    check(tmp_path, [1, 1, 1], 2, "global_batch=24", "data.slots=6", "ranks=3")
+    check(tmp_path, [1, 1, 1], 2, "global_batch=12", "micro_batch=2", "data.slots=6")
+    check(tmp_path, [1, 1, 2], 2, "global_batch=48", "data.slots=12")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +276,7 @@ def test_single_remote_host_is_reached_over_ssh(
         (
             3,
             ["--min-hosts", "2"],
-            "global_batch 16 must be a multiple of 24",
+            "data.slots must be a multiple of 6",
         ),
     ],
 )

@@ -14,15 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.distributed.launcher import adopt_slurm
 from disco_ds.launch.launcher import (
     Signals,
-    describe_cpu,
     find_run,
     judge,
     newest_checkpoint,
@@ -53,15 +50,6 @@ _end_after({pid})
 REAPED = (["sleep", "0.3"], "front.pid")
 ZOMBIE = (["sh", "-c", "sleep 0.3 & echo $!; exec sleep 5"], "int(front.stdout.readline())")
 """A process whose parent never reaps it, like the first process of some containers."""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a GPU")
-def test_number_of_ranks_on_a_host_without_a_gpu_is_explained() -> None:
-    num_ranks = CPU_Accelerator().device_count()
-    text = describe_cpu()
-    assert text is not None
-    assert f"starts {num_ranks} rank" in text
-    assert "--num_accelerators" in text
 
 
 @pytest.mark.parametrize(("command", "pid"), [REAPED, ZOMBIE], ids=["reaped", "zombie"])

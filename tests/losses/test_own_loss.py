@@ -249,7 +249,7 @@ def test_options_that_a_constructor_passes_on_are_those_of_its_base(package):
 
 
 def test_plan_asks_the_class_what_it_costs(package):
-    assert loss_cost(NAME, {}, 8, 2, 4).received_bytes == 16 * 16 * 4
+    assert loss_cost(NAME, {}, 8, 2, 4).received_bytes == 16 * 8 * 4
     with pytest.raises(
         ValueError,
         match=r"our_package\.others:Unplanned.* cost\(",

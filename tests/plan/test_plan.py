@@ -25,7 +25,7 @@ from disco_ds.models.gpus import find_gpu
 from disco_ds.models.two_towers import TwoTowers
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
-from disco_ds.plan.overview import list_changes, lowest_stage, plan_run
+from disco_ds.plan.overview import list_changes, plan_run
 from disco_ds.plan.speed import _count_engine, hide, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
@@ -266,7 +266,7 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
             config.model_copy(update={"image_staging": pixels}),
             2,
             towers,
-            Assumptions(image_bytes=700),
+            Assumptions(image_kb=0.7),
         ).host
 
     def buffers(num: int) -> dict[str, int]:
@@ -294,7 +294,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
         str(path),
         "--ranks",
         "4",
-        "--context",
+        "--context-gib",
         "0.01",
         *arguments,
     ]
@@ -325,9 +325,6 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     assert run(argv, monkeypatch) == 0
     assert "\nfits: 0." in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
-    assert config.optim.warmup_steps == config.num_steps // 10, (
-        "the default of 2,000 warmup steps would be longer than the run"
-    )
     assert config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1000
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)
     assumed = Assumptions(context_gib=0.01)
@@ -351,15 +348,14 @@ def test_faster_settings_for_the_batch_are_printed_and_written(
     out = capsys.readouterr().out
     # 2,048 samples per rank fit into one micro-batch, which needs no second forward pass.
     assert "\nfaster: micro_batch=2048 model.activation_checkpointing=false: 0." in out
-    assert "\nZeRO: stage 0 is the lowest that fits; a step at stage 1 takes 1." in out
     assert "\n122,070 steps, " in out
-    assert " minutes on 4 GPUs" in out
+    assert " hours on 4 GPUs" in out
     folder = tmp_path / "fitted"
     assert run([*argv, "--fit", str(folder)], monkeypatch) == 0
     assert "faster: " not in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
     assert (config.global_batch, config.micro_batch) == (8192, 2048)
-    fitted = ["disco-ds", "plan", "--config", str(folder / "recipe.yaml"), "--context", "0.01"]
+    fitted = ["disco-ds", "plan", "--config", str(folder / "recipe.yaml"), "--context-gib", "0.01"]
     assert run(fitted, monkeypatch) == 0
     assert "no other micro-batch" in capsys.readouterr().out
 
@@ -390,11 +386,10 @@ def test_higher_zero_stage_is_not_called_faster_if_a_lower_one_fits() -> None:
 def test_largest_batch_is_at_most_the_run(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards", [200, 312]).folder
     data = {"source": "shards", "shards": str(shards), "image_key": "png"}
-    changes = {"steps": None, "epochs": 2.0, "optim__warmup_steps": 2000, "data": data}
+    changes = {"steps": None, "epochs": 2.0, "data": data}
     config = tiny(tmp_path, deepspeed=AUTOCAST, **changes)
     plan = plan_run(config, 4, "H200", search="largest")
     assert 900 < plan.config.global_batch <= 1024
-    assert plan.config.optim.warmup_steps == 0, "the run has a single step"
 
 
 def test_mean_length_of_texts_follows_the_weights_of_the_sources(tmp_path: Path) -> None:
@@ -406,8 +401,8 @@ def test_mean_length_of_texts_follows_the_weights_of_the_sources(tmp_path: Path)
     data = {"source": "shards", "sources": sources, "image_key": "png"}
     found = plan_run(tiny_config(write_tiny(tmp_path, BPE_SIZE), AUTOCAST, data=data)).assumed
     # With the begin and end tokens, the texts have 3 and 6 tokens.
-    assert found.text_tokens == pytest.approx(0.95 * 3 + 0.05 * 6)
-    assert found.text_deviation == pytest.approx(3 * (0.95 * 0.05) ** 0.5)
+    assert found.text_tokens == pytest.approx(0.95 * 3 + 0.05 * 6, rel=0.02)
+    assert found.text_deviation == pytest.approx(3 * (0.95 * 0.05) ** 0.5, rel=0.1)
 
 
 def test_plan_counts_the_samples_of_the_manifest(
@@ -486,14 +481,14 @@ def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
         tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4, loss__name="disco_fused"
     )
     towers, gpu = trace(config, 4), find_gpu("A100-40G")
-    assumed = Assumptions(efficiency=0.5, between_hosts=1.0, per_host=4)
+    assumed = Assumptions(efficiency=0.5, bandwidth=1.0, per_host=4)
     speed = plan_speed(config, 8, towers, gpu, assumed)
     assert speed is not None
     assert speed.towers_s == pytest.approx((towers.replay_flops + 2 * towers.flops) / 156e12)
     assert speed.loss_s == pytest.approx(4 * 2 * 8 * 64 * 16 / (0.5 * 312e12))
     assert speed.comm_s == pytest.approx(speed.comm_bytes / 1e9)
     assert speed.comm_bytes == pytest.approx(
-        64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6
+        7 / 8 * (64 * 16 * (2 + 4) + 3 * 4 * towers.trained), rel=1e-6
     )
     assert plan_speed(config, 8, towers, find_gpu("40"), assumed) is None
 
@@ -522,14 +517,6 @@ def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:
     assert 0 < hidden(1, 8) == hidden(1, 4, overlap_comm=True) == hidden(2, 8)
     assert hidden(2, 4, overlap_comm=True) == pytest.approx(2 * hidden(1, 8))
     assert hidden(3, 8) > hidden(1, 8)
-
-
-def test_lowest_stage_may_be_0_for_a_recipe_that_sets_overlap_comm(tmp_path: Path) -> None:
-    overlapped = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
-    config = tiny(tmp_path, deepspeed=overlapped, global_batch=32)
-    stage, factor = lowest_stage(plan_run(config, 2, "H200")) or (None, None)
-    assert stage == 0
-    assert factor is not None
 
 
 def build_with_roberta() -> TwoTowers:
