@@ -8,7 +8,6 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks.report import Line
-from disco_ds.checks.samples import check_filter
 from disco_ds.config import Config, find_late, make_schedule, render_ds_config
 from disco_ds.data import Manifest, count_epoch, load_sources
 from disco_ds.data.remote.cache_size import fit_cache
@@ -105,8 +104,6 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     num_samples = sum(source.num_samples for source in sources)
     epoch_samples = count_epoch(config.data, sources)
     yield from check_length(config, epoch_samples)
-    schedule = make_schedule(config.with_samples(epoch_samples))
-    yield from check_filter(config, sources, schedule.num_samples)
     if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "

@@ -6,10 +6,10 @@ import random
 import textwrap
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from disco_ds.checks.report import Line, Status
-from disco_ds.config import Config, DataSettings
+from disco_ds.config import Config, DataSettings, make_schedule
 from disco_ds.config.data import is_remote
-from disco_ds.data import BrokenSample, InputSpec, Source, augment, load_sources
+from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import Sample, SampleKey, find_prepare
@@ -36,8 +36,6 @@ _NUM_SHARDS, _NUM_REMOTE = 16, 3
 """Maximum number of shards that are opened: of local ones, and of those that have to be fetched."""
 _NUM_ROWS = 1_000_000
 """Maximum number of rows of a csv file that are checked."""
-_NUM_FILTERED = 10_000
-"""Number of samples of each source to which data.filter is applied."""
 NUM_SHOWN = 24
 """Number of samples that are shown in the picture."""
 _MIN_SAMPLES = 8
@@ -98,7 +96,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         stages = [stage.data for stage in config.stage_configs]
         spec = replace(spec, stored=find_stored(stages, config.teacher, sources))
     samples: list[Sample] = []
-    first_id = 0
+    first_id, num_kept = 0, 0.0
     for part, source in zip(config.data.per_source, sources, strict=True):
         findings = Findings()
         if isinstance(source, Table):
@@ -107,6 +105,11 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         yield describe(part, findings)
         samples += findings.samples
         first_id += source.num_samples
+        num_kept += source.num_samples * (1 - findings.num_dropped / max(findings.num_read, 1))
+    if num_kept and any(part.filter for part in config.data.per_source):
+        length = make_schedule(config.with_samples(count_epoch(config.data, sources))).num_samples
+        found = f"keeps about {num_kept / first_id:.1%} of the samples: the run makes {length / num_kept:,.1f} passes"
+        yield Line("ok", "data.filter", f"{found} over them")
     if picture:
         num = min(NUM_SHOWN, len(samples))
         pairs = []
@@ -117,50 +120,6 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
             pairs.append((image, sample["caption"], tokens))
         draw_pairs(pairs, picture)
         yield Line("ok", "picture", f"{num} samples: {picture}")
-
-
-def check_filter(config: Config, sources: Sequence[Source], num_samples: int) -> Iterator[Line]:
-    """Apply data.filter to the first samples of each source, and estimate how often the run uses each kept sample.
-
-    Args:
-        config: The recipe.
-        sources: The sources that load_sources returned.
-        num_samples: Length of the run in samples.
-
-    Raises:
-        DataError: If a field of the filter occurs in none of the first samples.
-    """
-    settings = config.data.per_source
-    if not any(each.filter for each in settings):
-        return
-    kept = [find_kept(source, each) for source, each in zip(sources, settings, strict=True)]
-    num_kept = sum(share * source.num_samples for share, source in zip(kept, sources, strict=True))
-    found = f"keeps {', '.join(map('{:.1%}'.format, kept))} of the first {_NUM_FILTERED:,} samples"
-    if num_kept:  # otherwise, the samples are not counted, or none is kept
-        found += f": the run makes about {num_samples / num_kept:,.1f} passes over the samples that it keeps"
-    yield Line("ok" if any(kept) else "fail", "data.filter", found, "no sample passes the filter")
-
-
-def find_kept(source: Source, settings: DataSettings) -> float:
-    """Return the fraction of the first _NUM_FILTERED samples of a source that pass data.uids and data.filter."""
-    if not (settings.filter or settings.uids):
-        return 1.0
-    selection = Selection.load(settings.model_copy(update={"transforms": None}))
-    with closing(source.open(1, settings.window)) as reader:
-        count = find_count(source, reader, settings)
-        shards = range(len(source.sizes))
-        entries = ((shard, entry) for shard in shards for entry in range(count(shard)))
-        kept = [
-            not isinstance(attempt(selection.read, reader, *each), BrokenSample)
-            for each in islice(entries, _NUM_FILTERED)
-        ]
-    selection.check_fields()
-    return sum(kept) / max(len(kept), 1)
-
-
-def find_count(source: Source, reader: Any, settings: DataSettings) -> Callable[[int], int]:
-    """Return the function that returns the number of samples of a shard."""
-    return reader.count if settings.index == "none" else source.sizes.__getitem__
 
 
 def attempt(read: Callable[..., Any], *args: Any) -> Any:
@@ -207,6 +166,9 @@ def read_samples(
         spec: The form in which the model gets the samples.
         first: Key of the source's first sample.
         findings: This function adds what it finds.
+
+    Raises:
+        DataError: If a field of data.filter occurs in none of the samples.
     """
     captions: list[str] = []
 
@@ -222,8 +184,10 @@ def read_samples(
     most = _NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS
     num = len(source.sizes) if isinstance(source, Table) else min(most, len(source.sizes))
     shards = [i * (len(source.sizes) - 1) // max(num - 1, 1) for i in range(num)]
-    with closing(source.open(1, data.window)) as reader:
-        ends = list(accumulate(map(find_count(source, reader, data), shards), initial=0))
+    opened: Any = source.open(1, data.window)
+    with closing(opened) as reader:
+        count = reader.count if data.index == "none" else source.sizes.__getitem__
+        ends = list(accumulate(map(count, shards), initial=0))
 
         def read(shard: int, entry: int) -> Sample:
             key = first._replace(sample_id=first_ids[shard] + entry)
@@ -246,6 +210,7 @@ def read_samples(
                     findings.broken[shard, entry] = name
                 case _:
                     findings.samples.append(result)
+    selection.check_fields()
     if not findings.num_rows:
         findings.captions.update(x["caption"] for x in findings.samples if x["caption"])
 

@@ -172,8 +172,7 @@ def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]
     """
     parts = config.data.parts
     is_local = all(part.source == "shards" and not is_remote(str(part.shards)) for part in parts)
-    can_read = bool(sources) and is_local
-    if assumed.text_tokens is None and not can_read:
+    if assumed.text_tokens is None and not (sources and is_local):
         return assumed
     model = build_fake_model(config)
     # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
@@ -191,10 +190,11 @@ def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]
         data = config.data.model_copy(update={"slots": slots, "workers": 0})
         loader = Loader(data, sources, inputs, share, config.seed, count_tokens=count_tokens)
         with closing(loader):
-            step = loader.start_step()
-            lengths = next(loader.first_pass())["lengths"]
-        if step.error is None:
-            found = {"text_tokens": lengths.mean(), "text_deviation": lengths.std()}
+            loader.start_step()
+            batch = next(loader.first_pass())
+        if "lengths" in batch:  # otherwise, the data cannot be read
+            lengths = batch["lengths"]
+            found = {"text_tokens": float(lengths.mean()), "text_deviation": float(lengths.std())}
             return assumed.model_copy(update=found)
     return assumed
 

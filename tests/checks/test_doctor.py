@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-import webdataset as wds
 from PIL import Image
 
 from disco_ds.checks.recipe import (
@@ -175,10 +174,6 @@ def drawn(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     return sample | {"png": encode(noise(40 + index % 5, 30 + index % 3))}
 
 
-def drop_all() -> list[Any]:
-    return [wds.select(lambda sample: False)]
-
-
 def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -> None:
     def score(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return drawn(index, sample) | {"json": json.dumps({"score": index / 100}).encode()}
@@ -187,11 +182,8 @@ def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -
     config = data_of(tmp_path / "data", filter={"score": {"min": 0.7}})
     line = the(look_at_data(config), "data.filter")
     # The run has 100 steps of 64 samples, and the filter keeps 30 samples.
-    assert (line.status, "30.0%" in line.found, "213.3 passes" in line.found) == ("ok", True, True)
-    # data.transforms is not applied, because it may be slow.
-    name = f"{__name__}:drop_all"
-    config = data_of(tmp_path / "data", filter={"score": {"min": 0.7}}, transforms=name)
-    assert "30.0%" in the(look_at_data(config), "data.filter").found
+    expected = "keeps about 30.0% of the samples: the run makes 213.3 passes over them"
+    assert (line.status, line.found) == ("ok", expected)
     config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
     with pytest.raises(DataError, match="similarity; their fields: score"):
         look_at_data(config)
@@ -355,9 +347,6 @@ def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: 
     (tmp_path / "manifest.json").unlink()
     whole = the(look_at_data(data_of(tmp_path, index="none")), "samples")
     assert (whole.status, "70 read, 0 broken" in whole.found) == ("ok", True)
-    uncounted = data_of(tmp_path, index="none", filter={"label": {"in": ["label 1"]}})
-    line = the(look_at_data(uncounted), "data.filter")
-    assert (line.status, line.found) == ("ok", "keeps 32.9% of the first 10,000 samples")
 
 
 def test_equal_captions_and_captions_that_fill_the_context_are_warnings(tmp_path: Path) -> None:
