@@ -36,7 +36,7 @@ _MIN_TOLERANCE = 1e-5
 
 The tolerance is twice the relative error of the gradient that a single process computes in the run's precision.
 """
-_MAX_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
+_MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
 """Precision -> upper bound of the tolerance for the relative errors of the gradient and of the loss.
 
 It keeps the tolerance from becoming too loose if the gradient of the single process is itself wrong.
