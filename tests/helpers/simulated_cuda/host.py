@@ -139,6 +139,12 @@ class Host(TorchDispatchMode):
         self.note("barrier")
         return NotImplemented
 
+    def on_equal(self, func: Any, x: Tensor, y: Tensor) -> Any:
+        if not x.is_cuda:
+            return NotImplemented
+        self.note("compares")
+        return True
+
     def on_record_stream(self, func: Any, x: Tensor, stream: Any) -> Any:
         return None if x.is_cuda else NotImplemented
 
