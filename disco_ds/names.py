@@ -9,13 +9,16 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 CUSTOM_CODE = r"\w+(\.\w+)*:\w+"
 """Regular expression for `package.module:name`, the form in which a recipe names custom code."""
 MAX_LISTED = 300
 """An error message lists the valid names only if the whole list has at most this many characters."""
+MAX_REASON = 400
+"""The message of a library's error is cut after this many characters."""
 MAX_SHOWN = 200
 """A value from the user is shortened in an error message if it has more characters than this."""
 
@@ -37,13 +40,11 @@ def load_custom(
     if not re.fullmatch(CUSTOM_CODE, name):
         raise ValueError(f"{name!r} is not of the form package.module:name")
     module_name, attribute = name.split(":")
-    try:
+    with explain_errors(
+        f"{name} cannot be imported; on every host, install its package, or add the folder that contains it to "
+        "PYTHONPATH"
+    ):
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; on every host, install its "
-            "package, or add the folder that contains it to PYTHONPATH"
-        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         hint = did_you_mean(attribute, vars(module))
@@ -63,6 +64,19 @@ def load_custom(
             accepted = ", ".join(signature.parameters) or "none"
             raise ValueError(f"{name}: {error}; its options: {accepted}") from None
     return found
+
+
+@contextmanager
+def explain_errors(what: str) -> Iterator[None]:
+    """Raise any error in the `with` block as a ValueError with a message in one line: `what`, then the error.
+
+    It is for code of libraries and users, which may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+        raise ValueError(f"{what}: {reason}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -67,14 +67,14 @@ def run_training(
         AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
         AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
             have equal features, if the loss or the gradient is not finite in more than config.skip_nonfinite batches in
-            a row, if fp16 skips all updates, if a stage after the first cannot be built, if an evaluation or the last
+            a row, if a stage after the first cannot be built, if an evaluation or the last
             save fails, if too many saves in a row fail or, on a single rank, if the loss breaks its contract.
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
         RendezvousError: If the ranks cannot connect to each other.
         LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
             ranks are then ended.
-        torch.OutOfMemoryError: Only on a rank that runs out of memory. The message lists the memory in use.
+        torch.OutOfMemoryError: Only on a rank that runs out of memory. The message names the phase.
 
     Example:
         >>> from disco_ds import load_config, run_training
@@ -129,17 +129,21 @@ def train_session(
         get_accelerator().empty_cache()
         with comm.session(config.timeout_s), ExitStack() as stack:
             try:
-                options = {"--resume": resume, "--allow-change": list(allow_change)}
-                _check_ranks(config, options)
+                _check_ranks(config, {"--resume": resume, "--allow-change": list(allow_change)})
                 unattended = launch_id is not None
                 run = build(config, resume, stack, unattended, allow_change, uploads, interrupts)
-                _announce(run, launch_id)
+                if comm.rank() == 0:
+                    _announce(run)
+                    mark_launch(run.folder, launch_id)
                 train(run)
                 if run.is_last_stage:
                     finish(run)
             except Exception as error:
                 if isinstance(error, FinishedError) and resume == AUTO:
-                    return _pass_over_finished(error.folder, launch_id)
+                    if comm.rank() == 0:
+                        say(f"{error.folder} has done all its steps")
+                        mark_launch(error.folder, launch_id, 0)
+                    return error.folder
                 failure = _explain(error, run, is_first_stage)
                 _report(failure, is_command)
                 if run is not None and isinstance(failure, comm.AgreedError):
@@ -188,10 +192,8 @@ def refuse_recipe(problem: ValueError) -> None:
         raise comm.RefusedError(str(error)) from None
 
 
-def _announce(run: Run, launch_id: str | None) -> None:
-    """On rank 0, print what is trained, and record the launch in the run folder."""
-    if comm.rank() != 0:
-        return
+def _announce(run: Run) -> None:
+    """Print what is trained."""
     step, samples = run.schedule.first_step, run.schedule.first_samples
     resumed = f"resumes after step {step:,}, " if step else ""
     say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
@@ -199,15 +201,6 @@ def _announce(run: Run, launch_id: str | None) -> None:
     num_epochs = run.schedule.num_samples / max(run.loader.epoch_samples, 1)
     for problem in find_late(run.recipe, run.schedule.num_steps, num_epochs):
         say(f"warning: {problem}")
-    mark_launch(run.folder, launch_id)
-
-
-def _pass_over_finished(folder: Path, launch_id: str | None) -> Path:
-    """Return the folder of a run that --resume auto has found finished. On rank 0, print and record that."""
-    if comm.rank() == 0:
-        say(f"{folder} has done all its steps")
-        mark_launch(folder, launch_id, 0)
-    return folder
 
 
 def _explain(error: Exception, run: Run | None, is_first_stage: bool) -> Exception:
@@ -325,11 +318,6 @@ def evaluate_run(
         except ValueError as error:
             raise comm.RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
-        precision = config.precision
-        if precision != "fp32" and comm.rank() == 0:
-            say(
-                f"evaluating in {precision}, the precision of the settings; add deepspeed={{}} for fp32"
-            )
         spec = read_image_spec(module)
-        module = in_precision(module, precision)
+        module = in_precision(module, config.precision)
         return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.config import Tree
-from disco_ds.distributed.comm import DTYPES
-from disco_ds.models.clip import build_tokenizer, read_preprocessing
+from disco_ds.models.clip import build_tokenizer, read_preprocessing, unit_rows
 from disco_ds.models.param_groups import SCALES
+from disco_ds.names import explain_errors
 
 Layout = Literal["open_clip", "transformers"]
 
@@ -45,8 +45,8 @@ tags:
 ---
 # {name}
 
-A CLIP model trained with disco_ds. Its weights come from {origin} and are stored in {dtype}. Run the code below in the
-folder that contains this one.
+A CLIP model trained with disco_ds. Its weights come from {origin}. Run the code below in the folder that contains this
+one.
 """
 """Beginning of an export's README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
@@ -92,17 +92,6 @@ features = output.image_embeds, output.text_embeds  # unit rows
 """,
 }
 """Sections of an export's README.md about loading the export, keyed by layout."""
-PIPELINE = """
-```python
-from transformers import pipeline
-
-classify = pipeline("zero-shot-image-classification", "{folder}")
-scores = classify("photo.jpg", candidate_labels=["cat", "dog"])
-```
-"""
-"""Section of the README.md of an export for transformers."""
-PIPELINE_LENGTH = 64
-"""Number of tokens to which transformers' zero-shot pipeline pads texts for SigLIP."""
 _TOLERANCE = 1e-5
 """Maximum difference between the features of the original and the converted model, relative to the largest feature."""
 _NAMES = (
@@ -138,7 +127,6 @@ def export_run(
     run: str | Path,
     to: str | Path,
     layout: Layout = "open_clip",
-    dtype: str = "fp32",
     ema: bool = False,
 ) -> Path:
     """Export the weights of a run folder, a checkpoint folder or an export into a new folder.
@@ -150,16 +138,14 @@ def export_run(
         to: The new folder.
         layout: "open_clip" for a folder that open_clip loads as "local-dir:FOLDER", or "transformers" for a folder
             that AutoModel.from_pretrained loads as a CLIPModel or SiglipModel. Only disco_ds can load a custom model.
-        dtype: fp32, bf16 or fp16. logit_scale and logit_bias are always fp32, because 16 bits would
-            change them.
         ema: Whether to export the moving average of the weights (optim.ema) instead of the last weights.
 
     Returns:
         The new folder.
 
     Raises:
-        ValueError: If the new folder already exists, the weights cannot be read, a value does not fit
-            the dtype, or the layout or dtype is unknown. Nothing is left behind.
+        ValueError: If the new folder already exists, the weights cannot be read, or the layout is unknown. Nothing is
+            left behind.
         OSError: If the files cannot be written.
 
     Example: disco_ds.export_run("runs/first", "exports/first")
@@ -167,8 +153,6 @@ def export_run(
     to = Path(to)
     if layout not in USES:
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(USES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if to.exists():
         raise ValueError(f"{to} exists already; choose a new folder")
     weights = read_weights(run, ema)
@@ -179,7 +163,6 @@ def export_run(
         exported = convert(model, weights.name)
     else:
         _check_image_size(model, weights.architecture)
-    _cast(exported, dtype)
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
@@ -189,13 +172,7 @@ def export_run(
             write_processor(partial, model, tokenizer, exported)
         else:
             _write_open_clip(partial, weights, exported, tokenizer)
-        facts = {
-            "folder": to.name,
-            "name": weights.name,
-            "origin": weights.origin.name,
-            "dtype": dtype,
-        }
-        readme = _render_readme(layout, weights.architecture, exported, facts)
+        readme = _render_readme(to.name, weights, layout)
         (partial / "README.md").write_text(readme, encoding="utf-8")
         # safetensors creates files that only their owner may read.
         for path in partial.glob("*.safetensors"):
@@ -220,17 +197,6 @@ def _check_image_size(model: Any, architecture: Tree) -> None:
             )
 
 
-def _cast(model: nn.Module, dtype: str) -> None:
-    """Convert the parameters, except the logit scale and bias, to the dtype in place. Buffers are unchanged."""
-    for name, parameter in model.named_parameters():
-        if name not in SCALES:
-            parameter.data = parameter.data.to(DTYPES[dtype])
-            if not parameter.isfinite().all():
-                raise ValueError(
-                    f"{name} has values that are not finite in {dtype}; export fp32, unless training has diverged"
-                )
-
-
 def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer: Any) -> None:
     # safetensors refuses tensors that share memory.
     tensors = {name: value.clone() for name, value in model.state_dict().items()}
@@ -250,21 +216,26 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
         )
 
 
-def _render_readme(layout: Layout, architecture: Tree, exported: Any, facts: Tree) -> str:
+def _render_readme(folder: str, weights: Weights, layout: Layout) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
+    architecture = weights.architecture
+    sections, module, library = HEAD + USES[layout], "", str(layout)
     if "factory" in architecture:
-        return (HEAD + CUSTOM).format(**facts, library="disco_ds", factory=architecture["factory"])
-    facts = facts | {"library": layout}
-    use = USES[layout]
-    if layout == "transformers":
-        is_clip = not hasattr(exported, "logit_bias")
-        length = exported.config.text_config.max_position_embeddings
-        use += PIPELINE if is_clip or length == PIPELINE_LENGTH else ""
-    name = architecture["vision_cfg"].get("timm_model_name", "")
-    module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
-    if module.startswith("timm"):
-        return (HEAD + use).format(**facts, first="")
-    return (HEAD + NOTE + use).format(**facts, module=module, first=f"import {module}\n")
+        sections, library = HEAD + CUSTOM, "disco_ds"
+    elif timm.is_model(name := architecture["vision_cfg"].get("timm_model_name", "")):
+        module = timm.model_entrypoint(name).__module__
+    is_custom = bool(module) and not module.startswith("timm")
+    if is_custom:
+        sections = HEAD + NOTE + USES[layout]
+    return sections.format(
+        folder=folder,
+        name=weights.name,
+        origin=weights.origin.name,
+        library=library,
+        factory=architecture.get("factory"),
+        module=module,
+        first=f"import {module}\n" if is_custom else "",
+    )
 
 
 # transformers
@@ -280,21 +251,17 @@ def convert(model: Any, name: str) -> Any:
     Raises:
         ValueError: If transformers has no equivalent architecture, or is not installed.
     """
-    transformers = _import_transformers()
     text = getattr(model, "text", model)
-    trunk = getattr(model.visual, "trunk", None)
-    build = _build_clip if trunk is None else _build_siglip
-    try:
-        converted = build(transformers, model, text)
+    visual = getattr(model.visual, "trunk", model.visual)
+    towers = f"{type(visual).__name__} and {type(text).__name__}"
+    with explain_errors(
+        f"model {name} ({towers}) has parts that transformers' CLIPModel and SiglipModel lack"
+    ):
+        converted = _build(model, text)
         _load(converted, model)
         difference = _compare(model.eval(), text, converted.eval())
         if difference > _TOLERANCE:
             raise RuntimeError(f"the converted model's features differ by {difference:.1g}")
-    except (RuntimeError, AttributeError, IndexError) as error:
-        towers = f"{type(trunk or model.visual).__name__} and {type(text).__name__}"
-        raise ValueError(
-            f"model {name} ({towers}) has parts that transformers' CLIPModel and SiglipModel lack: {error}"
-        ) from None
     return converted
 
 
@@ -304,7 +271,8 @@ def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) ->
     Raises:
         ValueError: If transformers has no equivalent image processing or tokenizer.
     """
-    transformers = _import_transformers()
+    transformers: Any = importlib.import_module("transformers")
+
     look = read_preprocessing(model)
     height, width = look.size
     common = {
@@ -329,16 +297,18 @@ def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) ->
             "open_clip's tokenizer pads texts with 0, but transformers with the end token, to which SigLIP attends: "
             "choose another format"
         )
-    _convert_tokenizer(transformers, tokenizer).save_pretrained(folder)
+    _convert_tokenizer(tokenizer).save_pretrained(folder)
 
 
-def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
+def _convert_tokenizer(tokenizer: Any) -> Any:
+    transformers: Any = importlib.import_module("transformers")
+
     if isinstance(tokenizer, HFTokenizer):
         converted = copy.deepcopy(tokenizer.tokenizer)
         # Return no attention mask, as in open_clip, because SigLIP attends to padding.
         converted.model_input_names = ["input_ids"]
         if tokenizer.clean_fn is get_clean_fn("canonicalize"):
-            converted = _canonicalize(transformers, converted)
+            converted = _canonicalize(converted)
     elif isinstance(tokenizer, SimpleTokenizer):
         words = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
         vocabulary = {
@@ -352,16 +322,17 @@ def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
     return converted
 
 
-def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
+def _canonicalize(tokenizer: Any) -> Any:
     """Return a tokenizer that also cleans texts as open_clip does for SigLIP: lowercase, without punctuation."""
-    tokenizers = importlib.import_module("tokenizers")  # transformers requires it
-    normalizers = tokenizers.normalizers
+    from tokenizers import Regex, normalizers
+
+    transformers: Any = importlib.import_module("transformers")
     backend = tokenizer.backend_tokenizer
     steps = [
         normalizers.Replace("_", " "),
-        normalizers.Replace(tokenizers.Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
         normalizers.Lowercase(),
-        normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
+        normalizers.Replace(Regex(r"\s+"), " "),
         normalizers.Strip(),
     ]
     if backend.normalizer:
@@ -376,55 +347,34 @@ def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
     )
 
 
-def _import_transformers() -> Any:
-    """Import transformers, an optional dependency that only this export needs.
+def _build(model: Any, text: Any) -> Any:
+    """Build the transformers model with the architecture of this model and its text tower."""
+    transformers: Any = importlib.import_module("transformers")
 
-    Raises:
-        ValueError: If it is not installed.
-    """
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError(
-            f"--format transformers: {error}; pip install 'disco_ds[transformers]'"
-        ) from None
-
-
-def _build_clip(transformers: Any, model: Any, text: Any) -> Any:
-    visual = model.visual
-    last = text.vocab_size - 1
-    config = transformers.CLIPConfig(
-        vision_config=_describe_vision(model, visual.transformer.resblocks, visual.ln_post),
-        text_config=_describe_text(text)
-        | {"eos_token_id": last, "bos_token_id": last - 1, "pad_token_id": last},
-        projection_dim=visual.proj.shape[1],
-    )
-    return transformers.CLIPModel(config)
-
-
-def _build_siglip(transformers: Any, model: Any, text: Any) -> Any:
-    trunk = model.visual.trunk
-    width = {"projection_size": text.text_projection.out_features}
-    config = transformers.SiglipConfig(
-        vision_config=_describe_vision(model, trunk.blocks, trunk.norm),
-        text_config=_describe_text(text) | width,
-    )
-    return transformers.SiglipModel(config)
-
-
-def _describe_vision(model: Any, blocks: Any, norm: Any) -> dict[str, Any]:
-    convolutions = [part for part in model.visual.modules() if isinstance(part, nn.Conv2d)]
-    return _describe(blocks, norm) | {
+    trunk = getattr(model.visual, "trunk", None)
+    patches = next(part for part in model.visual.modules() if isinstance(part, nn.Conv2d))
+    vision_config = {
         "image_size": read_preprocessing(model).size[0],
-        "patch_size": convolutions[0].kernel_size[0],
+        "patch_size": patches.kernel_size[0],
     }
-
-
-def _describe_text(text: Any) -> dict[str, Any]:
-    return _describe(text.transformer.resblocks, text.ln_final) | {
+    text_config = _describe(text.transformer.resblocks, text.ln_final) | {
         "vocab_size": text.vocab_size,
         "max_position_embeddings": len(text.positional_embedding),
     }
+    if trunk is not None:
+        vision_config |= _describe(trunk.blocks, trunk.norm)
+        text_config["projection_size"] = text.text_projection.out_features
+        config = transformers.SiglipConfig(vision_config=vision_config, text_config=text_config)
+        return transformers.SiglipModel(config)
+    vision_config |= _describe(model.visual.transformer.resblocks, model.visual.ln_post)
+    last = text.vocab_size - 1
+    text_config |= {"eos_token_id": last, "bos_token_id": last - 1, "pad_token_id": last}
+    config = transformers.CLIPConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        projection_dim=model.visual.proj.shape[1],
+    )
+    return transformers.CLIPModel(config)
 
 
 def _describe(blocks: Any, norm: Any) -> dict[str, Any]:
@@ -485,18 +435,18 @@ def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _compare(model: Any, text: Any, converted: Any) -> float:
-    """Return the largest difference between the models' features of random inputs, relative to the largest feature."""
+    """Return the largest difference between the models' unit features of random inputs, relative to the largest one."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(2, 3, *read_preprocessing(model).size, generator=generator)
     length = len(text.positional_embedding)
     tokens = torch.randint(1, text.vocab_size - 1, (2, length), generator=generator)
     tokens[:, -1] = text.vocab_size - 1
-    worst = 0.0
-    for ours, theirs in (
-        (model.encode_image(images), converted.get_image_features(pixel_values=images)),
-        (model.encode_text(tokens), converted.get_text_features(input_ids=tokens)),
-    ):
-        theirs = getattr(theirs, "pooler_output", theirs)
-        difference = (ours - theirs).abs().max() / ours.abs().max()
-        worst = max(worst, difference.item())
-    return worst
+    output = converted(pixel_values=images, input_ids=tokens)
+    pairs = (
+        (model.encode_image(images), output.image_embeds),
+        (model.encode_text(tokens), output.text_embeds),
+    )
+    differences = [
+        (unit_rows(ours) - theirs).abs().max() / theirs.abs().max() for ours, theirs in pairs
+    ]
+    return torch.stack(differences).max().item()

@@ -62,7 +62,7 @@ def read_meta(path: Path) -> Tree:
     """Read checkpoint.json, and check that the files that it lists exist and have the recorded sizes.
 
     Raises:
-        DamagedError: If the folder is not a disco_ds checkpoint, is incomplete or damaged, or contains an added file.
+        DamagedError: If the folder is not a disco_ds checkpoint, is incomplete or damaged.
     """
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -84,12 +84,6 @@ def read_meta(path: Path) -> Tree:
             raise DamagedError(
                 f"{path} is damaged: {name} has {size} bytes, expected {entry['bytes']}"
             )
-    # DeepSpeed reads every file with a matching name, so it would mistake an added file for a rank's file.
-    present = {f"{ENGINE}/{file.name}" for file in (path / ENGINE).glob("*.pt")}
-    if added := sorted(present - meta["files"].keys()):
-        raise DamagedError(
-            f"{path} is damaged: it contains {', '.join(added)}, which checkpoint.json does not list"
-        )
     return meta
 
 

@@ -263,10 +263,6 @@ def refuse_changes(saved: Tree, now: Tree, allowed: Sequence[str] = ()) -> None:
     for name in changed:
         old, new = changes[name]
         lines.append(f"{name}: {old!r} in the checkpoint, {new!r} now")
-    if any(is_within(name, ["model.preprocess"]) for name in changed):
-        lines.append(
-            "model.preprocess comes from the folder of model.pretrained: is that folder missing?"
-        )
     if all(is_within(name, MAY_BE_ALLOWED) for name in changed):
         names = [
             setting

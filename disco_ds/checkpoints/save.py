@@ -1,11 +1,10 @@
 """Save a run's checkpoints in the background, one at a time.
 
-`Saver.save` copies the state of this rank into host memory and starts a `Save`, and training continues. `Save.run`
-shows the whole life of a save: each rank writes, hashes and flushes its files in a thread; the ranks exchange the
-checksums; a thread of rank 0 writes checkpoint.json, renames the folder and removes old checkpoints. Flags that the
-ranks exchange at every step (`agree` in training/step.py) show when the threads of all ranks are done. Then
-`Saver.poll` continues the save. Training waits only for the copy, and for the previous save if that is still in
-progress.
+`Saver.save` copies the state of this rank into host memory, and training continues. `Save.run` shows the whole life of
+a save: each rank writes, hashes and flushes its files in a thread; the ranks exchange the checksums; a thread of rank 0
+writes checkpoint.json, renames the folder and removes old checkpoints. During a save, the ranks exchange after every
+step whether the threads of all ranks are done (`Saver.poll`). If they are, the save continues. Training waits only for
+the copy, and for the previous save if that is still in progress.
 
 A thread is enough, because torch.save and hashlib release Python's global interpreter lock for everything but the
 small pickles. Unlike a process, a thread ends with its rank and needs no shared memory. The threads never communicate
@@ -84,11 +83,13 @@ class Saver:
     """
     in_flight: Save | None = None
     """The save in progress, if any. All ranks have the same save in progress."""
+    job: Future[Any] = field(default_factory=Future)
+    """The current job of the save in progress, in a thread of this rank."""
+    _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
+    """The following jobs of the save in progress."""
     saved_step: int = 0
     """Step of the newest complete checkpoint. Until the first save, this is the step that the run was resumed from, or
     at which the current stage began."""
-    all_written: bool = True
-    """True if all ranks had written their files at their last agreement (`agree` in training/step.py)."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 
@@ -99,11 +100,6 @@ class Saver:
             self.uploads = Mirror(self.settings.copy_command, self.folder)
         # A killed run may have left an incomplete checkpoint of a step that this run saves too.
         self._remove_old(keep_last=None)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank's thread is working on a save."""
-        return self.in_flight is not None and not self.in_flight.job.done()
 
     def save(self, step: int, last: bool) -> None:
         """Start to save a checkpoint in the background. Collective.
@@ -123,7 +119,7 @@ class Saver:
             if step == self.saved_step:
                 return
             try:
-                self.in_flight = start_save(
+                self.in_flight = copy_state(
                     self.folder,
                     self.engine,
                     self.read_state(step),
@@ -132,8 +128,11 @@ class Saver:
                 )
             except comm.AgreedError as error:
                 self._note_failure(step, last, error)
+                return
+            self._jobs = self._write(self.in_flight, last)
+            self.job = next(self._jobs)
             if last or self.host_copy is None:
-                self._finish(last)
+                self._finish()
 
     def poll(self, step: int) -> None:
         """Advance the uploads and the save in progress. Collective.
@@ -146,9 +145,9 @@ class Saver:
         """
         if self.uploads:
             self.uploads.advance()
-        if self.in_flight and self.all_written:
+        if self.in_flight and not comm.largest_of({"writing": not self.job.done()})["writing"]:
             with self._waiting(step):
-                self._advance()
+                self.job = next(self._jobs, self.job)
 
     def save_before_error(self, step: int) -> str:
         """Save the progress made before a failed step, unless it is already saved. Collective.
@@ -188,7 +187,7 @@ class Saver:
         if self.uploads:
             self.uploads.close()
         if self.in_flight is not None:
-            futures.wait([self.in_flight.job], 10.0)
+            futures.wait([self.job], 10.0)
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
@@ -198,45 +197,39 @@ class Saver:
         yield
         self.add_wait(time.monotonic() - start)
 
-    def _finish(self, last: bool = False) -> None:
-        """Wait until the save in progress, if any, is complete or has failed. Collective.
-
-        Args:
-            last: Whether to raise the error of a failed save.
-        """
+    def _finish(self) -> None:
+        """Wait until the save in progress, if any, is complete or has failed. Collective."""
         while self.in_flight:
-            jobs.wait_for_all(self.in_flight.job, f"saving {self.in_flight.final}")
-            self._advance(last)
+            jobs.wait_for_all(self.job, f"saving {self.in_flight.final}")
+            self.job = next(self._jobs, self.job)
 
-    def _advance(self, last: bool = False) -> None:
-        """Start the next job of the save in progress, or record that its checkpoint is complete. Collective.
+    def _write(self, save: Save, last: bool) -> Iterator[Future[Any]]:
+        """Yield the jobs of a save, and at the end record that its checkpoint is complete. Collective.
 
-        If the save has failed, remove the oldest checkpoint to make room, and write the same state again. If no
-        checkpoint can be removed, count the save as failed.
+        If the save fails, remove the oldest checkpoint to make room, and write the same state again. If no checkpoint
+        can be removed, count the save as failed.
 
         Args:
+            save: The save.
             last: Whether to raise the error of a failed save, because no later save can make up for it.
         """
-        save = self.in_flight
-        assert save is not None
-        try:
-            is_complete = save.advance()
-        except comm.AgreedError as error:
-            # Remove the oldest checkpoint to make room, unless it is the only one.
-            keep_last = self.settings.keep_last
-            if self._remove_old(keep_last and max(keep_last - 1, 1)):
-                # Although training has continued, host memory still contains the state to save.
-                save.start()
-                return
-            self.in_flight = None
-            self._note_failure(save.meta["step"], last, error)
-            return
-        if is_complete:
-            self.in_flight = None
-            self.num_failed = 0
-            self.saved_step = save.meta["step"]
-            if self.uploads:
-                self.uploads.add(save.final)
+        # Keep at least one checkpoint. Although training continues, host memory still contains the state to save.
+        fewer = self.settings.keep_last and max(self.settings.keep_last - 1, 1)
+        step = save.meta["step"]
+        while True:
+            try:
+                yield from save.run()
+                break
+            except comm.AgreedError as error:
+                if not self._remove_old(fewer):
+                    self.in_flight = None
+                    self._note_failure(step, last, error)
+                    return
+        self.in_flight = None
+        self.num_failed = 0
+        self.saved_step = step
+        if self.uploads:
+            self.uploads.add(save.final)
 
     def _note_failure(self, step: int, last: bool, error: comm.AgreedError) -> None:
         """Count a failed save and remove its files. Raise `error` if this was the last save or too many have failed."""
@@ -283,14 +276,14 @@ class RunState(NamedTuple):
     """This rank's state of the loss."""
 
 
-def start_save(
+def copy_state(
     folder: Path,
     engine: Engine,
     state: RunState,
     host: HostCopy | None = None,
     tidy: Callable[[], object] = lambda: None,
 ) -> Save:
-    """Start writing a checkpoint. Collective.
+    """Copy the state of all ranks for a checkpoint, which Save.run then writes. Collective.
 
     Args:
         folder: The run folder.
@@ -311,9 +304,7 @@ def start_save(
         files[rank_file] = {"rng": read_rng(), "data": state.data, "loss": state.loss}
         if host is not None:
             files = host.take(files)
-    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, tidy)
-    save.start()
-    return save
+    return Save(final, partial, {"format": FORMAT, **state.meta}, files, tidy)
 
 
 class HostCopy:
@@ -347,7 +338,7 @@ class HostCopy:
 
 @dataclass
 class Save:
-    """A save in progress. Every rank must create one."""
+    """The state to save, and how it becomes a checkpoint. Every rank must create one."""
 
     final: Path
     """The folder of the complete checkpoint."""
@@ -359,29 +350,15 @@ class Save:
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
     tidy: Callable[[], object] = lambda: None
     """Called in rank 0's thread as soon as the checkpoint is complete."""
-    job: Future[Any] = field(default_factory=Future)
-    """The current job of this rank's thread."""
-    _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
 
-    def start(self) -> None:
-        """Start writing this rank's files, or start again after a failure."""
-        self._jobs = self.run()
-        self.job = next(self._jobs)
+    def run(self) -> Iterator[Future[Any]]:
+        """Yield the jobs of this save, each of which must be done on all ranks before the next one is requested.
 
-    def advance(self) -> bool:
-        """Start the next job, and return False; or return True if the checkpoint is complete. Collective.
-
-        Call this only when the jobs of all ranks are done.
+        What happens between them is collective.
 
         Raises:
             AgreedError: If any rank could not write its files, or rank 0 could not complete the checkpoint.
         """
-        job = next(self._jobs, None)
-        self.job = job or self.job
-        return job is None
-
-    def run(self) -> Iterator[Future[Any]]:
-        """Yield the jobs of this save. What happens between them is collective."""
         job = jobs.start(self._write)
         yield job
         files: dict[str, Tree] = {}

@@ -24,6 +24,7 @@ from disco_ds.models.clip import (
 from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import CONFIG as MODEL_CONFIG
 from disco_ds.models.pretrained import read_folder
+from disco_ds.names import explain_errors
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG, META
 
 TENSORS = "open_clip_model.safetensors"
@@ -69,21 +70,10 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         if ema:
             raise ValueError(f"{path} is an export, which has only one set of weights: omit --ema")
         return _read_folder(path)
-    while (path / CHECKPOINTS).is_dir():
-        latest = find_latest(path)
-        try:
-            return _read_checkpoint(latest, ema)
-        except Exception:
-            # A run that is still training may have replaced the checkpoint with a newer one in the meantime.
-            if latest.is_dir():
-                raise
+    if (path / CHECKPOINTS).is_dir():
+        path = find_latest(path)
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path, ema)
-    if (path / "model.safetensors").is_file():
-        raise ValueError(
-            f"{path} is in the format of transformers, which disco_ds does not read: use the run, or an export in the "
-            "format of open_clip"
-        )
     raise ValueError(
         f"{path} contains no weights: expected a run folder that contains {CHECKPOINTS}/, a checkpoint inside "
         f"{CHECKPOINTS}/, or an exported folder that contains {MODEL_CONFIG}"
@@ -108,13 +98,8 @@ def build_from(weights: Weights) -> nn.Module:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(parameter, name) in tensors:
             tensors[name] = tensors[first[parameter]]
-    try:
+    with explain_errors(f"{weights.origin} does not contain the weights of model {weights.name}"):
         model.load_state_dict(tensors)
-    except RuntimeError as error:
-        why = " ".join(str(error).split())  # torch's message has several lines
-        raise ValueError(
-            f"{weights.origin} does not contain the weights of model {weights.name}: {why}"
-        ) from None
     open_clip.set_model_preprocess_cfg(
         model, open_clip.get_model_preprocess_cfg(model) | weights.preprocess
     )
@@ -139,12 +124,8 @@ def _read_checkpoint(path: Path, ema: bool) -> Weights:
 
 def _read_folder(path: Path) -> Weights:
     config = read_folder(path)
-    try:
+    with explain_errors(f"{path} is not a complete open_clip folder"):
         tensors = load_file(path / TENSORS)
-    except Exception as error:
-        raise ValueError(
-            f"{path} is not a complete open_clip folder: {type(error).__name__}: {error}"
-        ) from error
     # Do not use the folder's name: if a name contains "siglip", open_clip chooses another tokenizer.
     preprocess = config.get("preprocess_cfg", {})
     return _assemble(path, "export", config["model_cfg"], preprocess, tensors)

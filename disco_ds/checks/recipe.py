@@ -17,7 +17,6 @@ from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels.similarity import find_problem
 from disco_ds.metrics.tracking import check_packages
-from disco_ds.models.pretrained import is_downloaded
 from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
@@ -50,10 +49,6 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
     yield from check_recipe(config, ranks)
     load_sets(config.eval, config.data)
     check_image_sizes(config)
-    if not is_downloaded(config.model.name, config.model):
-        found = f"model.pretrained={config.model.pretrained} is not in this host's cache"
-        remedy = "a run downloads it; for hosts without internet, see docs/fine_tuning.md"
-        yield Line("warn", "weights", found, remedy)
     yield check_kernels(config)
 
 

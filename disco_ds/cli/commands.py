@@ -27,7 +27,7 @@ def export(options: Export) -> int:
     """
     from disco_ds.checkpoints.export import export_run
 
-    folder = export_run(options.source, options.to, options.format, options.dtype, options.ema)
+    folder = export_run(options.source, options.to, options.format, options.ema)
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
     print(f"{folder}: {files}; README.md explains how to load the weights")
     return 0

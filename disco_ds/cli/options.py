@@ -143,8 +143,6 @@ class Export(Command):
     )
     """open_clip: a folder that open_clip loads as local-dir:FOLDER, in the Hugging Face Hub's layout; transformers: a
     folder that AutoModel loads."""
-    dtype: str = Field("fp32", title="fp32|bf16|fp16")
-    """Precision of the weights."""
     ema: bool = False
     """Use the moving average of the weights (optim.ema) instead of the last weights."""
 

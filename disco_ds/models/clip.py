@@ -32,7 +32,14 @@ from torch.nn import functional as F
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
 from disco_ds.models.fast.replace import compile_towers, replace_parts
-from disco_ds.models.fast.texts import CutText, PackedText, encode_packed, packs, runs_packed
+from disco_ds.models.fast.texts import (
+    CutText,
+    PackedText,
+    encode_packed,
+    packs,
+    read_pooling,
+    runs_packed,
+)
 from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
@@ -47,7 +54,7 @@ from disco_ds.models.pretrained import (
 )
 from disco_ds.models.tokenizer import FastTokenizer
 from disco_ds.models.two_towers import TwoTowers, build_two_towers, freeze_statistics
-from disco_ds.names import did_you_mean, load_custom
+from disco_ds.names import did_you_mean, explain_errors, load_custom
 
 logger = logging.getLogger(__name__)
 
@@ -149,31 +156,26 @@ def _create(
     # The weights of a timm tower are for its default image size, so load them before the size changes.
     is_timm = "timm_model_name" in config.get("vision_cfg", {})
     late_size = settings.image_size if weights and is_timm else None
+    # open_clip warns if the weights are random, but that is normal for a model that will be trained.
+    logging.disable(logging.WARNING)
     try:
-        # open_clip warns if the weights are random, but that is normal for a model that will be trained.
-        logging.disable(logging.WARNING)
-        model = open_clip.create_model(
-            name,
-            pretrained_image=str(image_weights) == TIMM,
-            pretrained_text=pretrained and weights is None,
-            quick_gelu=quick_gelu,
-            force_patch_dropout=settings.patch_dropout,
-            force_image_size=None if late_size else settings.image_size,
-            force_preprocess_cfg=read_overrides(name, settings),
-            output_dict=True,
-            nonscalar_logit_scale=True,
-            init_logit_scale=logit_scale,
-            init_logit_bias=logit_bias,
-        )
-        if weights is not None:
-            tag = open_clip.get_pretrained_cfg(name, weights)
-            weights = open_clip.download_pretrained(tag) or weights
-    except Exception as error:
-        # A wrong config or weight file may fail anywhere in torch, timm or pickle.
-        raise ValueError(
-            f"model {settings.name}: open_clip could not build it (weights: {weights}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        with explain_errors(f"model {settings.name}: open_clip could not build it"):
+            model = open_clip.create_model(
+                name,
+                pretrained_image=str(image_weights) == TIMM,
+                pretrained_text=pretrained and weights is None,
+                quick_gelu=quick_gelu,
+                force_patch_dropout=settings.patch_dropout,
+                force_image_size=None if late_size else settings.image_size,
+                force_preprocess_cfg=read_overrides(name, settings),
+                output_dict=True,
+                nonscalar_logit_scale=True,
+                init_logit_scale=logit_scale,
+                init_logit_bias=logit_bias,
+            )
+            if weights is not None:
+                tag = open_clip.get_pretrained_cfg(name, weights)
+                weights = open_clip.download_pretrained(tag) or weights
     finally:
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
@@ -196,30 +198,6 @@ def _create(
     if image_weights is not None and str(image_weights) != TIMM:
         load_image_tower(model, image_weights)
     return model
-
-
-def check_image_size(settings: ModelSettings, model: Any) -> None:
-    """Refuse an image size that open_clip's image tower does not support, instead of failing in the first step.
-
-    Custom towers are not checked, because they may need an accelerator to run.
-
-    Raises:
-        ValueError: If the tower does not support the image size.
-    """
-    if settings.factory:
-        return
-    size = read_preprocessing(model).size
-    model.visual.eval()  # BatchNorm refuses to train on one value per channel
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(image=torch.zeros(1, 3, *size))
-    except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
-        raise ValueError(
-            f"model.image_size: the image tower of {settings.name} does not take images of "
-            f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
-            f"in the model's config. {error}"
-        ) from error
-    model.train()
 
 
 def train(model: Any, mode: bool = True) -> Any:
@@ -394,15 +372,11 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
     if isinstance(model, TwoTowers):
         return model.tokenizer
     name = register_config(settings.name)
-    try:
+    with explain_errors(
+        f"model {settings.name}: its tokenizer could not be loaded; to use a local one, set "
+        "text_cfg.hf_tokenizer_name in a model config (.json) to a folder written by save_pretrained"
+    ):
         tokenizer = open_clip.get_tokenizer(name)
-    except Exception as error:  # from the hub's client, from transformers, or a missing package
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"model {settings.name}: its tokenizer could not be loaded; to use a local one, set "
-            "text_cfg.hf_tokenizer_name in a model config (.json) to a folder written by save_pretrained. "
-            f"{reason}"
-        ) from error
     _, vocab_size = read_text_size(model)
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
         raise ValueError(
@@ -417,7 +391,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
 
 def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
     """Return why the text tower does not fit the tokenizer's end token or padding; None if it fits."""
-    largest, end, padding = _read_special_tokens(tokenizer)
+    padding = tokenizer.tokenizer.pad_token_id if hasattr(tokenizer, "tokenizer") else 0
     masked = text.config.pad_token_id if hasattr(text, "config") else None
     if getattr(text, "cls_emb", None) is not None:
         masked = text.pad_id
@@ -427,31 +401,21 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
             "attend to padding and mask a word; choose the tokenizer of the text tower, or set its padding to token "
             f"{masked}"
         )
-    # In open_clip's CLIP class, the text tower is not a module of its own: the model itself has these two settings,
-    # under other names.
-    pooling = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
-    rule, pooled = "text_cfg.eos_id", getattr(text, "text_eos_id", getattr(text, "eos_id", None))
-    if pooling == "argmax":
-        rule, pooled = "the largest id", largest
-    if pooling not in ("argmax", "eos") or pooled == end:
+    pooling, eos = read_pooling(text)
+    if pooling not in ("argmax", "eos"):
+        return None
+    tokens = tokenizer(["a", "a cat"])
+    positions = (tokens if pooling == "argmax" else torch.eq(tokens, eos or 0).int()).argmax(1)
+    short, long = tokens[[0, 1], positions].tolist()
+    # The end token is the same in every text, but its position is not.
+    if short == long and positions[0] != positions[1]:
         return None
     return (
-        f"text_cfg.pool_type {pooling!r} takes the features of a text at the token with {rule}, {pooled}, but "
-        f"the tokenizer ends a text with token {end}, so different texts would get equal features. Set "
-        f"text_cfg.pool_type to 'eos' and text_cfg.eos_id to {end}; or set text_cfg.pool_type to 'last', which needs a "
-        "tokenizer that fills every text up to text_cfg.context_length"
+        f"text_cfg.pool_type {pooling!r} takes the features of a text at a token that does not end it: token {short} "
+        f"of {tokens[0].tolist()}, and token {long} of {tokens[1].tolist()}. Set text_cfg.pool_type to 'eos' and "
+        "text_cfg.eos_id to the tokenizer's end token; or set text_cfg.pool_type to 'last', which needs a tokenizer "
+        "that fills every text up to text_cfg.context_length"
     )
-
-
-def _read_special_tokens(tokenizer: Any) -> tuple[int, int, int]:
-    """Return three token ids of an open_clip tokenizer: the largest, the one that ends every text, and the padding."""
-    if isinstance(tokenizer, SimpleTokenizer):
-        return max(tokenizer.encoder.values()), tokenizer.eot_token_id, 0
-    backend = tokenizer.tokenizer  # from transformers
-    # In open_clip's mode "clips", padding and another token follow the end token.
-    has_mode = getattr(tokenizer, "tokenizer_mode", "")
-    end = backend.eos_token_id if has_mode else backend("a").input_ids[-1]
-    return max(backend.get_vocab().values()), end, backend.pad_token_id
 
 
 def register_config(name: str) -> str:
@@ -467,10 +431,8 @@ def register_config(name: str) -> str:
     bundled = PACKAGE / "assets" / "models"
     path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
     if path.is_file():
-        try:
+        with explain_errors(f"model.name: {name} is not valid JSON"):
             architecture = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"model.name: {name} is not valid JSON: {error}") from None
         # Under its own name, the file could replace a model of open_clip.
         return register_architecture(name, architecture)
     known = open_clip.list_models()
@@ -499,7 +461,9 @@ def register_architecture(name: str, architecture: dict[str, Any]) -> str:
 
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
-    try:
+    with explain_errors(
+        f"model.unlocked_layers={settings.unlocked_layers}: {settings.name} cannot be locked in this way"
+    ):
         if settings.lock_image:
             # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole.
             if settings.unlocked_layers:
@@ -513,11 +477,6 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
             else:
                 # open_clip would leave the projection of a Hugging Face tower trained.
                 model.text.requires_grad_(False)
-    # These errors are raised if open_clip or timm cannot divide a tower into layers.
-    except (AssertionError, AttributeError, KeyError) as error:
-        raise ValueError(
-            f"model.unlocked_layers={settings.unlocked_layers}: {settings.name} cannot be locked in this way: {error}"
-        ) from None
     model.logit_scale.requires_grad_(learns_scale)
 
 

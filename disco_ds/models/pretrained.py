@@ -8,32 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import timm
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from open_clip.convert import convert_state_dict
 from open_clip.factory import _find_checkpoint_in_dir, load_checkpoint
 from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed
 from open_clip.transform import merge_preprocess_dict
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from timm.models import load_state_dict
+from torch import nn
 
 from disco_ds.config import ModelSettings
 from disco_ds.models.param_groups import SCALES
-from disco_ds.names import did_you_mean
+from disco_ds.names import did_you_mean, explain_errors
 
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
-WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema")
-"""Keys of a checkpoint, under one of which a trainer has saved the weights of the model."""
-PREFIXES = ("module.", "model.")
-"""Prefixes that wrappers such as DDP and Lightning add to all names in the weights of a model."""
 UNUSED = (
     "input_resolution",
     "context_length",
@@ -41,8 +34,6 @@ UNUSED = (
     "text.transformer.embeddings.position_ids",
 )
 """Names of tensors that are not weights, in files of OpenAI and of transformers before 4.31."""
-COMPILED = "_orig_mod."
-"""Part that torch.compile adds to the names of parameters."""
 TIMM = "timm"
 """With this value, model.pretrained_image selects timm's weights for the image tower."""
 
@@ -55,14 +46,10 @@ def read_folder(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file cannot be read or does not describe a model.
     """
-    try:
+    with explain_errors(f"{folder} is not a complete open_clip folder"):
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         model = config["model_cfg"]
         text = {} if "factory" in model else model["text_cfg"]
-    except Exception as error:
-        raise ValueError(
-            f"{folder} is not a complete open_clip folder: {type(error).__name__}: {error}"
-        ) from error
     if text.get("hf_tokenizer_name"):
         text["hf_tokenizer_name"] = str(folder.resolve())
     return config
@@ -103,20 +90,6 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     )
 
 
-def is_downloaded(name: str, settings: ModelSettings) -> bool:
-    """Return whether the weights that `model.pretrained` selects are on this host: a file, or a tag in the cache."""
-    source = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
-    if repository := source.get("hf_hub", "").rstrip("/"):
-        try:
-            snapshot_download(repository, local_files_only=True)
-        except LocalEntryNotFoundError:
-            return False
-    elif url := source.get("url"):
-        # open_clip's default cache
-        return (Path("~/.cache/clip").expanduser() / Path(url).name).is_file()
-    return True
-
-
 def download_weights(name: str, settings: ModelSettings) -> None:
     """Download the weights of the selected open_clip tag and, if selected, timm's image tower into the cache.
 
@@ -126,18 +99,14 @@ def download_weights(name: str, settings: ModelSettings) -> None:
         ValueError: If the weights cannot be downloaded. The message is a single line.
     """
     weights, image_weights = settings.pretrained, settings.pretrained_image
-    try:
+    with explain_errors(
+        f"model.pretrained={weights}, model.pretrained_image={image_weights}: the weights are not in the cache and "
+        "could not be fetched; download them on a machine with internet access, and set the path of the file instead"
+    ):
         open_clip.download_pretrained(open_clip.get_pretrained_cfg(name, str(weights)))
         if str(image_weights) == TIMM:
             tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
             timm.create_model(tower, pretrained=True)
-    except Exception as error:  # the hub's client, urllib and timm raise many types
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
-            f"model.pretrained={weights}, model.pretrained_image={image_weights}: the weights are not in the cache and "
-            "could not be fetched; download them on a machine with internet access, and set the path of the file "
-            f"instead. {reason}"
-        ) from None
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
@@ -169,31 +138,36 @@ def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, An
         tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
         if tag := timm.get_pretrained_cfg(tower, allow_unregistered=True):
             return {key: getattr(tag, key) for key in keys[:3]}, None
-    cfg = open_clip.get_pretrained_cfg(name, str(path))
-    if path is None or cfg:
-        return cfg, None
-    if config := _find_config(path):
-        return read_folder(config.parent).get("preprocess_cfg", {}), None
+    known = _read_config(name, path)
+    if path is None or known:
+        return known, None
     tags = open_clip.list_pretrained_tags_by_model(name)
     cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     choices = {tuple(cfg[key] for key in keys) for cfg in cfgs}
-    if len(choices) == 1:
-        (choice,) = choices
-        return dict(zip(keys, choice, strict=True)), (
-            f"model.pretrained: {path} has no preprocessing settings, so those of open_clip's tags of {name} are used: "
-            f"mean {choice[0]}, std {choice[1]}, {choice[2]}, {choice[3]}"
-        )
-    problem = "have different ones" if choices else "do not exist"
-    return {}, (
-        f"model.pretrained: {path} has no preprocessing settings, and open_clip's tags of {name} {problem}, so "
-        "OpenAI's mean and std are used; set model.image_mean, image_std, interpolation and resize_mode to those that "
-        "the weights were trained with"
+    shared = dict(zip(keys, choices.pop(), strict=True)) if len(choices) == 1 else {}
+    return shared, (
+        f"model.pretrained: {path} has no preprocessing settings, so {shared or 'the mean and std of OpenAI'} are "
+        "used; set model.image_mean, image_std, interpolation and resize_mode to those that the weights were trained "
+        "with"
     )
 
 
-def _find_config(path: Path) -> Path | None:
-    """Return the open_clip config in the folder, or in the folder of the weight file; None if there is none."""
-    return next((x / CONFIG for x in (path, path.parent) if (x / CONFIG).is_file()), None)
+def _read_config(name: str, path: Path | None) -> dict[str, Any]:
+    """Return the preprocessing and `quick_gelu` of an open_clip tag, or of weights beside an open_clip config.
+
+    Return an empty dict for other weights.
+    """
+    if path is None:
+        return {}
+    if cfg := open_clip.get_pretrained_cfg(name, str(path)):
+        return cfg
+    for folder in (path, path.parent):
+        if (folder / CONFIG).is_file():
+            config = read_folder(folder)
+            return config.get("preprocess_cfg", {}) | {
+                "quick_gelu": config["model_cfg"].get("quick_gelu", False)
+            }
+    return {}
 
 
 def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
@@ -207,9 +181,7 @@ def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
     """
     config = open_clip.get_model_config(name) or {}
     chosen = config.get("quick_gelu", False) or bool(settings.quick_gelu)
-    weights = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
-    if settings.pretrained and not weights and (path := _find_config(settings.pretrained)):
-        weights = read_folder(path.parent)["model_cfg"]
+    weights = _read_config(name, settings.pretrained)
     wanted = weights.get("quick_gelu", False) if weights else chosen
     if chosen != wanted and settings.quick_gelu is not None:
         raise ValueError(
@@ -223,7 +195,8 @@ def load_weights(model: Any, path: Path, name: str) -> None:
     """Load both towers, the logit scale and the logit bias from a file.
 
     If the file has no logit bias, the model keeps its initial one. If the model has no logit bias, the one in the file
-    is ignored.
+    is ignored. If the context lengths differ, the last text positions are dropped, or the model's initial ones are
+    appended. They are not interpolated, because a token's position does not depend on the tokens after it.
 
     Args:
         model: A model that open_clip built.
@@ -233,14 +206,16 @@ def load_weights(model: Any, path: Path, name: str) -> None:
     Raises:
         ValueError: If the file cannot be read or its tensors do not fit the model.
     """
-    contents: dict[str, Tensor] = {}
-    try:
+    text = getattr(model, "text", model)
+    positions = "text.positional_embedding" if text is not model else "positional_embedding"
+    with explain_errors(f"model.pretrained: {path} does not fit model {name}"):
         if path.suffix in (".npz", ".npy"):  # big_vision's format
             load_checkpoint(model, str(path))
             return
-        contents = read_tensors(path)
-        tensors = convert_state_dict(model, contents)
-        if not hasattr(model, "positional_embedding"):
+        tensors = convert_state_dict(
+            model, load_state_dict(str(path), use_ema=False, weights_only=True)
+        )
+        if text is not model:
             tensors = convert_to_custom_text_state_dict(tensors)
         tensors = {key: x.reshape(1) if key in SCALES else x for key, x in tensors.items()}
         for key in UNUSED:
@@ -250,95 +225,10 @@ def load_weights(model: Any, path: Path, name: str) -> None:
         else:
             tensors.setdefault("logit_bias", model.logit_bias.detach())
         resize_pos_embed(tensors, model)
-        _fit_text_positions(tensors, model)
+        if positions in tensors and getattr(text, "cls_emb", None) is None:
+            old, new = tensors[positions], text.positional_embedding.detach()
+            tensors[positions] = torch.cat([old[: len(new)], new[len(old) :]])
         model.load_state_dict(tensors)
-    except Exception as error:  # an unknown file may fail anywhere in torch or open_clip
-        names = f"; its first tensors: {', '.join(list(contents)[:5])}" if contents else ""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise ValueError(
-            f"model.pretrained: {path} does not fit model {name}{names}. {reason}"
-        ) from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a weight file.
-
-    If a trainer, DDP, Lightning or torch.compile wrapped the model, the enclosing dicts and the prefixes of the names
-    are removed.
-
-    Raises:
-        ValueError: If torch needs pickle to read the file, or the file does not contain exactly one set of weights.
-    """
-    try:
-        content: Any = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
-    except (pickle.UnpicklingError, RuntimeError):
-        # Leave out torch's message, a long paragraph that recommends weights_only=False, which can run code.
-        raise ValueError(
-            "it contains more than tensors, or is damaged. If you trust its author, read it with "
-            "torch.load(..., weights_only=False) and write only its state_dict to a new file with torch.save"
-        ) from None
-    removed = []
-    while isinstance(content, dict) and (
-        wrappers := [key for key in WRAPPERS if isinstance(content.get(key), dict)]
-    ):
-        if len(wrappers) > 1:
-            raise ValueError(
-                f"it contains several sets of weights: {', '.join(wrappers)}; save only one"
-            )
-        content = content[wrappers[0]]
-        removed += wrappers
-    entries = content if isinstance(content, dict) else {}
-    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise ValueError(
-            f"it contains no named tensors; its entries: {', '.join(entries) or 'none'}"
-        )
-    if any(COMPILED in key for key in tensors):
-        tensors = {key.replace(COMPILED, ""): value for key, value in tensors.items()}
-        removed.append(COMPILED)
-    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), None):
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-        removed.append(prefix)
-    if removed:
-        logger.warning(
-            "%s: these enclosing entries and parts of tensor names were removed: %s",
-            path,
-            ", ".join(removed),
-        )
-    return tensors
-
-
-def _fit_text_positions(tensors: dict[str, Tensor], model: Any) -> None:
-    """Fit the text position embeddings of the weights to the model's context length.
-
-    If the weights have too many embeddings, the last ones are dropped. If they have too few, the model's initial ones
-    are appended. Embeddings are not interpolated, because a token's position does not depend on the number of tokens
-    after it.
-
-    Raises:
-        ValueError: If the text towers have different widths.
-    """
-    text = getattr(model, "text", model)
-    key = "text.positional_embedding" if text is not model else "positional_embedding"
-    if key not in tensors or getattr(text, "cls_emb", None) is not None:
-        return
-    old, new = tensors[key], text.positional_embedding.detach()
-    if old.shape[1] != new.shape[1]:
-        raise ValueError(
-            f"its text tower has width {old.shape[1]}, but text_cfg.width is {new.shape[1]}"
-        )
-    tensors[key] = torch.cat([old[: len(new)], new[len(old) :]])
-    if len(old) != len(new):
-        logger.warning(
-            "the weights have %d text positions, the model has %d (text_cfg.context_length): the first "
-            "positions are loaded, and the rest are dropped or initialized randomly",
-            len(old),
-            len(new),
-        )
 
 
 def load_image_tower(model: Any, path: Path) -> None:
@@ -347,8 +237,8 @@ def load_image_tower(model: Any, path: Path) -> None:
     Raises:
         ValueError: If the file cannot be read or lacks weights of the tower.
     """
-    try:
-        state = read_tensors(path)
+    with explain_errors(f"model.pretrained_image: {path} does not fit"):
+        state = load_state_dict(str(path), use_ema=False, weights_only=True)
         whole = {
             key.removeprefix("visual."): value
             for key, value in state.items()
@@ -357,20 +247,9 @@ def load_image_tower(model: Any, path: Path) -> None:
         tower: Any = model.visual
         if hasattr(tower, "trunk") and not any(key.startswith("trunk.") for key in whole or state):
             tower = tower.trunk  # a file from timm, without the projection after the trunk
-        missing, unexpected = tower.load_state_dict(whole or state, strict=False)
+        missing, _ = tower.load_state_dict(whole or state, strict=False)
         if missing:
             raise KeyError(f"it lacks {len(missing)} tensors of the tower, such as {missing[0]}")
-    except Exception as error:  # an unknown file may fail anywhere in torch, pickle or safetensors
-        raise ValueError(
-            f"model.pretrained_image: {path} does not fit: {type(error).__name__}: {error}"
-        ) from error
-    if unexpected:
-        logger.warning(
-            "model.pretrained_image: %d tensors of %s are not used, such as %s",
-            len(unexpected),
-            path,
-            unexpected[0],
-        )
 
 
 def warn_of_random_tower(settings: ModelSettings) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from disco_ds.config import ModelSettings
-from disco_ds.names import load_custom
+from disco_ds.names import explain_errors, load_custom
 
 
 def freeze_statistics(tower: nn.Module) -> nn.Module:
@@ -130,12 +130,8 @@ def build_two_towers(
     factory = load_custom(settings.factory, settings.options)
     # `disco-ds plan` traces with tensors that have no values, but the user's code may need values.
     with unset_fake_temporarily() as fake:
-        try:
+        with explain_errors(f"model.factory: {settings.factory} failed"):
             model = factory(**settings.options)
-        except Exception as error:  # the user's code may raise anything
-            raise ValueError(
-                f"model.factory: {settings.factory} failed: {type(error).__name__}: {error}"
-            ) from error
         if not isinstance(model, TwoTowers):
             raise ValueError(
                 f"model.factory: {settings.factory} returned a {type(model).__name__}, "
@@ -145,9 +141,7 @@ def build_two_towers(
         model.logit_bias = None
         if initial_bias is not None:
             model.logit_bias = nn.Parameter(torch.full((1,), initial_bias))
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.get_default_dtype())
+        model.to(torch.get_default_dtype())
     if isinstance(fake, FakeTensorMode):
         for module in model.modules():
             tensors: Any

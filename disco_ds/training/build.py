@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
-    check_image_size,
     read_architecture,
     read_text_size,
     register_config,
@@ -83,7 +82,6 @@ from disco_ds.models.pretrained import (
 from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
-from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import (
     Engine,
     EngineTowers,
@@ -91,6 +89,7 @@ from disco_ds.training.engine import (
     learning_rate,
     prepare,
 )
+from disco_ds.training.optimizer import drop_average
 from disco_ds.training.teacher import (
     FrozenTeacher,
     RunTeacher,
@@ -131,8 +130,6 @@ class Run:
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
     """Number of batches skipped since the last successful step because the loss or the gradient was not finite."""
-    overflows: list[float] = field(default_factory=list)
-    """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -144,38 +141,9 @@ class Run:
 
         It depends on the number of samples in the completed steps, because the global batch may change within a run.
         """
-        done, total = self.schedule.samples(step), self.schedule.num_samples
-        return find_rate(self.config, self.schedule, done, total)
-
-
-def find_rate(config: Config, schedule: Schedule, done: int, total: int) -> float:
-    """Return the learning rate of the step after `done` samples of a run of `total` samples."""
-    unit = schedule.warmup_batch
-    return learning_rate(done / unit, total / unit, config.peak_lr, config.optim)
-
-
-def warn_of_rise(config: Config, schedule: Schedule, num_steps: int) -> None:
-    """On rank 0, warn if a resumed run has a higher learning rate than before because its length was increased.
-
-    Args:
-        config: Settings of the stage.
-        schedule: Schedule of the resumed run.
-        num_steps: Length of the run in steps when the checkpoint was saved.
-    """
-    done, batch = schedule.first_samples, schedule.previous_batch
-    end = done + (num_steps - schedule.first_step) * batch
-    before = find_rate(config, schedule, done - batch, end)
-    now = find_rate(config, schedule, done, schedule.num_samples)
-    is_warm = done >= config.optim.warmup_steps * schedule.warmup_batch
-    if comm.rank() == 0 and is_warm and now > before:
-        logger.warning(
-            "the learning rate rises from %.3g to %.3g, because the run is longer than before and "
-            "optim.schedule=%s lowers the rate towards its end. To extend a run, train it with "
-            "optim.schedule=constant, and resume from a checkpoint before the decay with optim.schedule=cooldown",
-            before,
-            now,
-            config.optim.schedule,
-        )
+        unit = self.schedule.warmup_batch
+        done, total = self.schedule.samples(step) / unit, self.schedule.num_samples / unit
+        return learning_rate(done, total, self.config.peak_lr, self.config.optim)
 
 
 def build(
@@ -261,7 +229,6 @@ def build(
             # stage has ended, a comparison with the new stage would log its planned changes as unexpected.
             before = recipe.at_sample(schedule.first_samples - 1)
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
-            warn_of_rise(config, schedule, saved.meta["num_steps"])
     writers = find_writers(engine, wandb)
     num_samples = loader.num_samples if config.data.is_filtered else 0
     metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples, num_samples)
@@ -416,21 +383,14 @@ def check_image_sizes(config: Config) -> None:
     """Check that the models of all stages differ only in the size of the position embedding, which can be resized.
 
     Raises:
-        ValueError: If a stage sets an image size that the model or the ds_config does not support.
+        ValueError: If a stage sets an image size that the model does not support.
     """
     models = {stage.model.image_size: stage.model for stage in config.stage_configs}
     if len(models) == 1:
         return
-    zero = config.deepspeed.get("zero_optimization") or {}
-    if zero.get("round_robin_gradients"):
-        raise ValueError(
-            "stages: the image size cannot change with round_robin_gradients, because this setting prevents resizing "
-            "the optimizer's states"
-        )
     first: dict[str, Any] = {}
     for size, settings in models.items():
         model = build_model(settings, pretrained=False)
-        check_image_size(settings, model)
         for name, value in model.state_dict().items():
             before = first.setdefault(name, value.shape)
             if value.shape != before and name != "visual.positional_embedding":
@@ -485,7 +445,6 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         model = build_model(
             settings, loss.initial_scale, bias, loss.learns_scale, pretrained=not restored
         )
-        check_image_size(settings, model)
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
     is_half = config.precision != "fp32"

@@ -6,8 +6,8 @@ uses the same algorithm through step.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
@@ -32,7 +33,6 @@ from disco_ds.training.grad_accum import (
     loss_at_features,
     surrogates,
 )
-from disco_ds.training.micro_batches import DIVIDES, split
 
 ForwardFunction = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
@@ -41,9 +41,7 @@ REPEAT_TOLERANCE = 0.05
 The forward of a micro-batch runs twice. `first` is a feature row from the first run, and `again` is the same row from
 the second.
 """
-EXPECTED = (
-    "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
-)
+DIVIDES = "a batch is a tensor [b, ...], which is divided along its first dimension, or a dict, tuple or list of them"
 
 
 def contrastive_step(
@@ -69,9 +67,8 @@ def contrastive_step(
         model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
             fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
-        batch: This rank's b samples: a tensor [b, ...], or a mapping, dataclass, tuple or list of such tensors, which
-            may be nested. In a micro-batch, mappings are dicts. With micro_batches=1, the batch is not split and
-            may be anything.
+        batch: This rank's b samples: a tensor [b, ...], or a mapping, tuple or list of such tensors, which may be
+            nested. With micro_batches=1, the batch is not split and may be anything.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
             sides, [b / K, width] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
@@ -96,23 +93,25 @@ def contrastive_step(
         FloatingPointError: On every rank, if the gradient is not finite under a DeepSpeed engine. Nothing is updated.
             It is not raised if a loss scaler has skipped the step and can still lower its scale.
     """
-    backend: _Engine | _Plain
-    if isinstance(model, DeepSpeedEngine):
-        backend = _Engine(model, micro_batches)
-    else:
-        has_state = type(loss).commit is not Loss.commit
-        backend = _Plain(model, micro_batches, backward, reports_skips=has_state)
+    is_engine = isinstance(model, DeepSpeedEngine)
+    if is_engine:
+        _check_engine(model, micro_batches)
+    elif micro_batches > 1 and getattr(model, "static_graph", False):
+        raise ValueError(
+            "DistributedDataParallel(static_graph=True) supports only one micro-batch: leave out static_graph, or "
+            "pass micro_batches=1"
+        )
     if micro_batches > 1:
         refuse_batch_statistics(model)
     device = None if micro_batches == 1 else find_device(model)
     parts, num_samples = _split_on_all_ranks(
-        {"batch": batch, "index": index, "group_id": group_id}, micro_batches, device
+        {"batch": batch, "index": index, "group_id": group_id}, micro_batches
     )
     group = getattr(loss, "group", None)
     mode = (micro_batches, model.training)
     checked = _checked.setdefault(model, set())
     due = mode not in checked
-    towers = _Towers(forward, backend, micro_batches, scale, device, is_checked=due)
+    towers = _Towers(forward, model, micro_batches, scale, device, is_checked=due)
 
     def check_and_compute_loss(embeddings: Embeddings) -> LossOutput:
         check_alike(
@@ -143,13 +142,24 @@ def contrastive_step(
         if due and micro_batches > 1:
             before.warn_of_changed_buffers(model)
         out, leaves = loss_at_features(check_and_compute_loss, features)
-        is_updated = backend.run(surrogates(towers, parts, features, leaves))
+        losses = surrogates(towers, parts, features, leaves)
+        if is_engine:
+            update = backward_and_step(model, losses)
+            if update.result == "not finite":
+                raise FloatingPointError(f"step {model.global_steps}: {NOT_FINITE}")
+            is_updated = update.result == "applied"
+        else:
+            for k in range(micro_batches):
+                with _synchronized(model, last=k == micro_batches - 1):
+                    backward(next(losses))
+            has_state = type(loss).commit is not Loss.commit
+            is_updated = not has_state or bool(torch.isfinite(out.metrics["loss"]))
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
         before.restore()
         raise
     (after if is_updated else before).restore()
     checked.add(mode)
-    # If a loss scaler skips the update, the state of the loss must not change either.
+    # If DeepSpeed's loss scaler skips the update, the state of the loss must not change either.
     if is_updated:
         loss.commit()
     return out
@@ -164,8 +174,8 @@ Some checks are expensive, so they run only until the first step of each mode ha
 
 def find_device(model: torch.nn.Module) -> torch.device:
     """Return the accelerator that the parameters are on, or this process's device if they are all on the CPU."""
-    found = (p.device for p in model.parameters() if p.device.type != "cpu")
-    return next(found, comm.local_device())
+    devices = {p.device for p in model.parameters()} - {torch.device("cpu")}
+    return devices.pop() if devices else comm.local_device()
 
 
 def refuse_batch_statistics(model: torch.nn.Module) -> None:
@@ -194,10 +204,56 @@ def warn_of_unaveraged(model: Any) -> None:
         )
 
 
-def _split_on_all_ranks(
-    batch: Any, count: int, device: torch.device | None
-) -> tuple[list[Any], int | None]:
-    """Split the batch into `count` parts with micro_batches.split. Collective if count > 1.
+def _check_engine(engine: DeepSpeedEngine, micro_batches: int) -> None:
+    """Refuse an engine that would apply another gradient.
+
+    Raises:
+        ValueError: If the number of micro-batches, an unfinished step or the ds_config would change the gradient.
+    """
+    steps = engine.gradient_accumulation_steps()
+    if steps != micro_batches:
+        raise ValueError(
+            f"micro_batches is {micro_batches}, but the engine's gradient_accumulation_steps is {steps}; they must be "
+            "equal"
+        )
+    if engine.micro_steps % steps:
+        raise ValueError(
+            f"the engine is in the middle of a step ({engine.micro_steps % steps} of {steps} micro-batches), so "
+            "gradients of earlier micro-batches would be added to those of this step"
+        )
+    check_gradient(engine._config._param_dict)
+    widen_bucket(engine)
+
+
+def split(batch: Any, count: int) -> tuple[list[Any], int]:
+    """Split a batch into `count` parts of equal size. None is copied into every part.
+
+    Returns:
+        The parts, and b, the number of samples in the batch.
+
+    Raises:
+        ValueError: If the batch contains anything but tensors [b, ...] and None, or b is not a multiple of `count`.
+    """
+    # For torch, mappings of other classes, such as the outputs of transformers' tokenizers, are leaves.
+    batch = tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, batch)
+    leaves, structure = tree_flatten(batch)
+    sizes = set()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            sizes.add(len(leaf))
+        elif leaf is not None:
+            raise ValueError(f"a {type(leaf).__name__} in the batch cannot be divided; {DIVIDES}")
+    if len(sizes) != 1 or 0 in sizes or max(sizes) % count:
+        raise ValueError(
+            f"tensors with {sorted(sizes)} samples cannot be divided evenly into {count} micro-batches; {DIVIDES}"
+        )
+    columns = [[None] * count if leaf is None else leaf.chunk(count) for leaf in leaves]
+    parts = [tree_unflatten(part, structure) for part in zip(*columns, strict=True)]
+    return parts, sizes.pop()
+
+
+def _split_on_all_ranks(batch: Any, count: int) -> tuple[list[Any], int | None]:
+    """Split the batch into `count` parts. Collective if count > 1.
 
     If the split fails on any rank, or if `count` differs between ranks, every rank raises ValueError. Otherwise, ranks
     without an error would wait for the others in the next collective. But if only some ranks have a count of 1, the
@@ -208,21 +264,31 @@ def _split_on_all_ranks(
     """
     if count == 1:
         return [batch], None
-    done: tuple[list[Any], int] | None = None
-    problem = ValueError(
-        f"the batch of another rank cannot be divided evenly into {count} micro-batches"
-    )
+    problem = ""
+    parts: tuple[list[Any], int | None] = [], None
     try:
-        done = split(batch, count)
+        parts = split(batch, count)
     except ValueError as error:
-        problem = error
-    mine = torch.tensor([float(done is None), count, -count], device=device)
-    failed, most, fewest = comm.all_reduce_max(mine).tolist()
-    if most != -fewest:
-        raise ValueError(f"micro_batches differs between ranks, from {-fewest:g} to {most:g}")
-    if done is None or failed:
-        raise problem
-    return done
+        problem = str(error)
+    worst = comm.largest_of({"failed": bool(problem), "most": count, "minus_fewest": -count})
+    if worst["most"] != -worst["minus_fewest"]:
+        raise ValueError(
+            f"micro_batches differs between ranks, from {-worst['minus_fewest']:g} to {worst['most']:g}"
+        )
+    if worst["failed"]:
+        raise ValueError(problem or "the batch of another rank cannot be divided evenly")
+    return parts
+
+
+@contextmanager
+def _synchronized(model: Any, last: bool) -> Iterator[None]:
+    """In this block, let DDP or FSDP2 average gradients over ranks only if `last` is True."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+    is_ddp = hasattr(model, "no_sync") and not isinstance(model, DeepSpeedEngine)
+    with model.no_sync() if is_ddp and not last else nullcontext():
+        yield
 
 
 @dataclass
@@ -230,7 +296,7 @@ class _Towers:
     """Runs the user's forward on a micro-batch, and again to backpropagate (implements grad_accum.Towers)."""
 
     forward: ForwardFunction
-    backend: _Engine | _Plain
+    model: Any
     num_micro_batches: int
     scale: float | None
     device: torch.device | None
@@ -242,7 +308,7 @@ class _Towers:
         last = self.num_micro_batches == 1
         # Before torch 2.11, a surrounding autocast would reuse weights that it has cast without a graph.
         torch.clear_autocast_cache()
-        with torch.set_grad_enabled(keep_graph), self.backend.synchronized(last):
+        with torch.set_grad_enabled(keep_graph), _synchronized(self.model, last):
             features = self._run_forward(batch["batch"])
         return MicroFeatures(features, batch["index"], rng, batch["group_id"])
 
@@ -255,13 +321,13 @@ class _Towers:
         return MicroFeatures(features, batch["index"], first.rng)
 
     def _run_forward(self, batch: Any) -> Features:
-        found = self.forward(batch)
-        if not isinstance(found, tuple | list):
-            raise ValueError(f"forward returned a {type(found).__name__}; {EXPECTED}")
-        if not 2 <= len(found) <= 4:
-            raise ValueError(f"forward returned {len(found)} values; {EXPECTED}")
-        image, text = found[:2]
-        scale, bias = [*found[2:], None, None][:2]
+        outputs: Any = self.forward(batch)
+        if not isinstance(outputs, tuple | list) or not 2 <= len(outputs) <= 4:
+            raise ValueError(
+                "forward must return a tuple: the features of both sides, then the scale and the bias, if there are "
+                f"any; it returned a {type(outputs).__name__}"
+            )
+        image, text, scale, bias = (*outputs, None, None)[:4]
         if scale is None:
             if self.scale is None:
                 raise ValueError(
@@ -275,101 +341,12 @@ class _Towers:
 
     def _refuse_different(self, again: Features, first: Features) -> None:
         """Raise ValueError on every rank if a repeated forward returned different features. Collective."""
-        distances = []
-        for new, old in zip(again[:2], first[:2], strict=True):
-            lengths = torch.linalg.vector_norm(old.float(), dim=-1)
-            differences = torch.linalg.vector_norm(new.detach().float() - old.float(), dim=-1)
-            distances.append((differences / lengths.clamp_min(1e-12)).max())
-        worst = comm.all_reduce_max(torch.stack(distances).max()).item()
+        new, old = (torch.cat(features[:2]).detach().float() for features in (again, first))
+        distances = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(1e-12)
+        worst = comm.all_reduce_max(distances.max()).item()
         if not worst <= REPEAT_TOLERANCE:
             raise ValueError(
                 "forward returned different features for the same micro-batch the second time (relative "
                 f"distance {worst:.2f}): either it draws random numbers from a generator other than torch's, or "
                 "its result depends on earlier batches"
             )
-
-
-class _Engine:
-    """Backend for DeepSpeed, which needs an engine.backward and an engine.step for each micro-batch.
-
-    Only the last engine.step of a training step updates the parameters.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, micro_batches: int):
-        self.engine = engine
-        steps = engine.gradient_accumulation_steps()
-        if steps != micro_batches:
-            raise ValueError(
-                f"micro_batches is {micro_batches}, but the engine's gradient_accumulation_steps is "
-                f"{steps}; they must be equal"
-            )
-        if engine.micro_steps % steps:
-            raise ValueError(
-                f"the engine is in the middle of a step ({engine.micro_steps % steps} of {steps} "
-                "micro-batches), so gradients of earlier micro-batches would be added to those of this step"
-            )
-        check_gradient(engine._config._param_dict)
-        widen_bucket(engine)
-
-    def synchronized(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def run(self, surrogates: Iterator[Tensor]) -> bool:
-        """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
-        update = backward_and_step(self.engine, surrogates)
-        if update.result == "not finite":
-            raise FloatingPointError(f"step {self.engine.global_steps}: {NOT_FINITE}")
-        return update.result == "applied"
-
-
-@dataclass
-class _Plain:
-    """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
-
-    DDP and FSDP2 average the gradients over ranks in the last backward of a training step.
-    """
-
-    model: Any
-    num_micro_batches: int
-    backward: Callable[[Tensor], None]
-    reports_skips: bool
-    """Whether `run` checks if torch's GradScaler will skip the update."""
-
-    def __post_init__(self) -> None:
-        if self.num_micro_batches > 1 and getattr(self.model, "static_graph", False):
-            raise ValueError(
-                "DistributedDataParallel(static_graph=True) supports only one micro-batch: leave out "
-                "static_graph, or pass micro_batches=1"
-            )
-
-    @contextmanager
-    def synchronized(self, last: bool) -> Iterator[None]:
-        """In this block, let DDP or FSDP2 average gradients over ranks only if `last` is True."""
-        if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
-        is_ddp = hasattr(self.model, "no_sync")
-        with self.model.no_sync() if is_ddp and not last else nullcontext():
-            yield
-
-    def run(self, surrogates: Iterator[Tensor]) -> bool:
-        """Backpropagate the surrogate losses.
-
-        Returns:
-            False if torch's GradScaler will skip the update because the gradient is not finite. This is
-            checked only for losses with state; for other losses the result is always True.
-        """
-        for k in range(1, self.num_micro_batches + 1):
-            with self.synchronized(last=k == self.num_micro_batches):
-                self.backward(next(surrogates))
-        return not self.reports_skips or self._is_gradient_finite()
-
-    def _is_gradient_finite(self) -> bool:
-        """Return whether the gradient is finite on all ranks. Collective."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # FSDP2's gradients are DTensors. This rank's part of a DTensor may have no rows.
-        parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
-        parts = [part for part in parts if part.numel()]
-        largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
-        # If this rank has no rows at all, `largest` is on the CPU.
-        return not comm.largest_of({"not_finite": ~torch.isfinite(largest)})["not_finite"]

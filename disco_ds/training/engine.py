@@ -1,8 +1,7 @@
-"""The DeepSpeed engine of a run: optimizer, towers, learning rate, update, and the clamp of the logit scale.
+"""The DeepSpeed engine of a run: towers, learning rate, update, and the clamp of the logit scale.
 
-No other file of this package calls deepspeed.initialize. The built-in optimizers come from torch, timm and muon.py,
-so DeepSpeed compiles no optimizer code. The learning rate is computed and set before every update, so no
-schedule state is stored. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
+No other file of this package calls deepspeed.initialize. The learning rate is computed and set before every update, so
+no schedule state is stored. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 
 from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.data import MicroBatch, augment
 from disco_ds.distributed import comm, deepspeed_quirks
-from disco_ds.distributed.comm import DTYPES
 from disco_ds.models.clip import Texts, trained_sides
 from disco_ds.models.fast.replace import is_compiled
 from disco_ds.models.param_groups import parameter_groups
-from disco_ds.names import load_custom
 from disco_ds.training.grad_accum import MicroFeatures, Rng
-from disco_ds.training.muon import Muon
+from disco_ds.training.optimizer import Muon, build_optimizer
 from disco_ds.training.teacher import RunTeacher
 
 NOT_FINITE = "the gradient is not finite; nothing was updated"
@@ -147,61 +143,6 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: Tree) -> 
     if isinstance(optimizer, Muon):
         optimizer.attach(engine, matrices)
     return engine
-
-
-def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
-    """Build the optimizer. AdamW and SGD use torch's fused implementation, on the CPU too.
-
-    Args:
-        groups: Parameter groups.
-        settings: Settings of the optimizer. The learning rate is set later, by set_rates.
-    """
-    if settings.factory:
-        return build_custom(settings.factory, groups, settings.elementwise)
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-    if settings.name == "muon":
-        return Muon(groups, settings, DTYPES[settings.muon_precision])
-    if settings.name == "lion":
-        return Lion(groups, lr=1.0, betas=settings.betas)
-    if settings.name == "lamb":
-        # The engine already clips the gradient, so LAMB's built-in clipping is turned off.
-        return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
-
-
-def build_custom(
-    factory: str, groups: list[dict[str, Any]], elementwise: bool = False
-) -> torch.optim.Optimizer:
-    """Build the optimizer that optim.factory names.
-
-    Args:
-        factory: Import path of the function that builds the optimizer.
-        groups: Parameter groups, the argument of that function.
-        elementwise: The setting optim.elementwise. If it is False, the optimizer can be used only at ZeRO 0.
-
-    Raises:
-        ValueError: If the factory cannot be imported or does not return a torch optimizer for these groups. Also if
-            `elementwise` is True and the optimizer is torch's Adagrad, which DeepSpeed handles incorrectly.
-    """
-    optimizer = load_custom(factory)(groups)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optim.factory={factory} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
-        )
-    if [group.get("name") for group in optimizer.param_groups] != [
-        group["name"] for group in groups
-    ]:
-        raise ValueError(
-            f"optim.factory={factory} returned an optimizer with other parameter groups; the factory must pass its "
-            "argument to the optimizer unchanged"
-        )
-    if elementwise and isinstance(optimizer, torch.optim.Adagrad):
-        raise ValueError(
-            "at ZeRO 1 to 3, DeepSpeed 0.19 rebuilds Adagrad without the settings of its groups: use deepspeed=zero0, "
-            "and remove optim.elementwise"
-        )
-    return optimizer
 
 
 def learning_rate(done: float, total: float, peak: float, settings: OptimSettings) -> float:

@@ -7,19 +7,15 @@ Python programs and for the command line.
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import CheckpointSettings, EvalSettings
-from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.eval import Result, describe, evaluate_sets, record
@@ -29,7 +25,7 @@ from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.runs.run_folder import mark_finished
 from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
-from disco_ds.training.ema import averaged, has_average
+from disco_ds.training.optimizer import averaged, has_average
 from disco_ds.training.step import Skipped, StepOutput, Stopped, run_step
 
 logger = logging.getLogger(__name__)
@@ -40,8 +36,8 @@ def train(run: Run) -> None:
 
     Raises:
         comm.AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
-            have equal features, if the loss or the gradient is not finite in too many batches in a row, if fp16 skips
-            all updates, if an evaluation or the last save fails, or if too many saves in a row fail.
+            have equal features, if the loss or the gradient is not finite in too many batches in a row, if an
+            evaluation or the last save fails, or if too many saves in a row fail.
         comm.AskedToStopError: If a signal requested a stop. The message says whether a checkpoint was saved.
     """
     run.interrupts.listen()
@@ -68,7 +64,8 @@ def train(run: Run) -> None:
             if is_logged:
                 log(run, step, outcome, data)
             run.saver.poll(step)
-        if run.interrupts.save or (is_trained and is_save_due(run, step)):
+        is_due_now = step == last_step or is_due(run, step, run.config.checkpoint)
+        if run.interrupts.save or (is_trained and is_due_now):
             save(run, step)
         if run.interrupts.stop and step < num_steps:
             raise comm.AskedToStopError(f"asked to stop: {run.saver.save_before_error(step)}")
@@ -81,7 +78,7 @@ def train(run: Run) -> None:
 
 
 def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -> str | None:
-    """Count the steps in a row without an update, and find out whether the run must stop. Collective.
+    """Count the batches that are skipped in a row, and find out whether the run must stop. Collective.
 
     If it must stop, the progress made before this step is saved first, where that makes sense.
 
@@ -93,58 +90,25 @@ def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -
     Returns:
         The error message with which the run stops, or None.
     """
+    if isinstance(outcome, StepOutput):
+        run.skipped_in_a_row = 0
+        return None
     if isinstance(outcome, Stopped):
         return (
             f"{outcome.problem}; {save_without(run, step)}" if outcome.is_sound else outcome.problem
         )
-    if isinstance(outcome, Skipped):
-        return outcome.problem and count_skipped(run, step, outcome.problem)
-    run.skipped_in_a_row = 0
-    if outcome.grad_norm is not None:
-        run.overflows.clear()
+    if outcome.problem is None:  # a spike
         return None
-    run.overflows.append(run.engine.optimizer.loss_scale)
-    problem = find_overflows(run.overflows, step + 1, run.schedule)
-    # Without an update since the start of this process, a new checkpoint would only replace an older one.
-    if problem and step + 1 > run.schedule.first_step + len(run.overflows):
-        problem = f"{problem}; {save_without(run, step)}"
-    return problem
-
-
-def count_skipped(run: Run, step: int, problem: str) -> str | None:
-    """Count a batch that is skipped because its loss or gradient is not finite. Return as find_problem does."""
     run.skipped_in_a_row += 1
     limit = run.config.skip_nonfinite
     if run.skipped_in_a_row > limit:
-        return f"{problem}; {save_without(run, step)}"
+        return f"{outcome.problem}; {save_without(run, step)}"
     if comm.rank() == 0:
         logger.warning(
             "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
-            problem,
+            outcome.problem,
             run.skipped_in_a_row,
             limit,
-        )
-    return None
-
-
-def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> str | None:
-    """Find out whether fp16 overflow skips all updates, so that the run would finish without training anything.
-
-    Args:
-        scales: The loss scale after each step since the last applied update. All of these steps overflowed.
-        step: Number of completed steps.
-        schedule: Length of the run.
-
-    Returns:
-        An error message in either of two cases: there were enough skipped steps in a row to halve the loss scale
-        down to 1; or this is the last step and this process has not updated anything. Otherwise None.
-    """
-    limit = math.log2(max(scales[0], 1)) + 1
-    if len(scales) > limit or step == schedule.last_step == schedule.first_step + len(scales):
-        return (
-            f"step {step}: the gradients of the last {len(scales)} steps in a row overflowed in fp16, at loss scales "
-            f"down to {scales[-1]:g}, so these steps updated nothing; use bf16 or torch_autocast, or lower "
-            "fp16.initial_scale_power and fp16.hysteresis"
         )
     return None
 
@@ -165,11 +129,6 @@ def save(run: Run, step: int) -> None:
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
     run.saver.save(step, last=step == run.schedule.last_step or run.interrupts.stop)
-
-
-def is_save_due(run: Run, step: int) -> bool:
-    """Return whether a checkpoint is due after this step, which was trained."""
-    return step == run.schedule.last_step or is_due(run, step, run.config.checkpoint)
 
 
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
@@ -257,18 +216,11 @@ def finish(run: Run) -> None:
 
 
 def describe_memory(error: BaseException, phase: str) -> str:
-    """Return an error message for this rank, which ran out of memory in this phase. It lists the memory in use."""
-    # This works on the CPU too: DeepSpeed's CPU accelerator gets these numbers from psutil.
-    device = get_accelerator()
-    allocated = device.memory_allocated() / 2**30
-    peak = device.max_memory_allocated() / 2**30
-    reserved = device.memory_reserved() / 2**30
-    capacity = device.total_memory() / 2**30
+    """Return an error message for this rank, which ran out of memory in this phase."""
+    # torch's first line lists the memory of the device and of this process.
     first_line = str(error).partition("\n")[0]
     return (
         f"out of memory in {phase}: {first_line}\n"
-        f"  {allocated:.2f} GiB allocated (peak {peak:.2f}) and {reserved:.2f} GiB reserved by torch; "
-        f"total memory: {capacity:.2f} GiB on {device.current_device_name()}\n"
         f"  disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
         "--fit FOLDER writes a recipe that fits"
     )

@@ -27,7 +27,6 @@ from disco_ds.metrics.anomalies import (
     share_of_equal_texts,
 )
 from disco_ds.training.build import Run
-from disco_ds.training.ema import update_average
 from disco_ds.training.engine import (
     NOT_FINITE,
     Engine,
@@ -39,6 +38,7 @@ from disco_ds.training.engine import (
     set_rates,
 )
 from disco_ds.training.grad_accum import Snapshot, forward_all, loss_at_features, surrogates
+from disco_ds.training.optimizer import update_average
 
 
 @dataclass(frozen=True)
@@ -216,15 +216,17 @@ def agree(
             "minus_first_step": -step,
             "save": run.interrupts.is_save_due,
             "stop": run.interrupts.asked is not None,
-            "writing": run.saver.is_writing,
             "equal_texts": equal_texts,
             "loss": out.metrics["loss"],
         }
     )
     if worst["last_step"] != -worst["minus_first_step"]:
-        return Stopped(describe_different_steps(step))
+        # A rank has skipped a collective, so its later ones were paired with the wrong ones of the other ranks.
+        steps = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
+        return Stopped(
+            f"the ranks are at different steps, so they have not trained the same model: {'; '.join(steps)}"
+        )
     run.interrupts.agree(bool(worst["save"]), bool(worst["stop"]))
-    run.saver.all_written = not worst["writing"]
     if worst["data_error"]:
         return Stopped(describe_data_errors(step, data), is_sound=True)
     if worst["not_finite"]:
@@ -234,16 +236,6 @@ def agree(
     if run.anomalies.check_spike("loss", step + 1, worst["loss"]):
         return Skipped(None)
     return None
-
-
-def describe_different_steps(step: int) -> str:
-    """Return an error message with the step of each rank. Collective.
-
-    If the steps differ, a rank has skipped a collective. Its later collectives were then paired with the wrong ones of
-    the other ranks.
-    """
-    reports = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
-    return f"the ranks are at different steps, so they have not trained the same model: {'; '.join(reports)}"
 
 
 def describe_data_errors(step: int, data: StepData) -> str:
@@ -256,12 +248,16 @@ def describe_data_errors(step: int, data: StepData) -> str:
 
 def describe_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> str:
     """Return an error message that names the ranks that caused a loss that is not finite. Collective."""
-    is_finite = all(bool(torch.isfinite(x).all()) for x in (embeddings.image, embeddings.text))
-    reports = comm.gather_objects((out.loss.item(), is_finite))
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
-    sources = [rank for rank, (_, finite) in enumerate(reports) if not finite]
-    cause = f", because the features of {comm.join_ranks(sources)} are not"
-    if not sources:
-        sources = [rank for rank, (loss, _) in enumerate(reports) if not math.isfinite(loss)]
-        cause = f" on {comm.join_ranks(sources)}"
+    features = embeddings.image.sum() + embeddings.text.sum()
+    if ranks := find_not_finite(features):
+        cause = f", because the features of {comm.join_ranks(ranks)} are not"
+    else:
+        cause = f" on {comm.join_ranks(find_not_finite(out.loss))}"
     return f"step {step}: the loss is not finite{cause}; nothing was updated"
+
+
+def find_not_finite(value: Tensor) -> list[int]:
+    """Return the ranks on which a 0-d tensor is not finite. Collective."""
+    values = comm.gather_objects(value.item())
+    return [rank for rank, each in enumerate(values) if not math.isfinite(each)]

@@ -118,7 +118,7 @@ def both_ways(path: Path, name: str, deepspeed: dict[str, Any]) -> None:
 
         def watch(run: Run, number: int, seen: list[bool] = in_flight) -> None:
             slow_disk(run, number)
-            seen.append(run.saver.is_writing)
+            seen.append(run.saver.in_flight is not None and not run.saver.job.done())
 
         try:
             with ExitStack() as stack:
@@ -221,7 +221,7 @@ def failing_writer_before_an_error(path: Path) -> None:
     def at(run: Run, number: int) -> None:
         if number == 3:
             assert run.saver.in_flight is not None
-            jobs.wait_for_all(run.saver.in_flight.job, "the save of step 2")
+            jobs.wait_for_all(run.saver.job, "the save of step 2")
         limit_files(1, 3)(run, number)
         poisoned({3: "loss"})(run, number)
 
@@ -268,7 +268,6 @@ def test_all_files_and_folders_are_on_the_disk_before_the_rename(
     save = save_of(tmp_path, 1)
     (save.partial / ENGINE).mkdir()
     save.states[save.partial / ENGINE / "weights.pt"] = torch.ones(10)
-    save.start()
     finish(save)
     (before,) = at_rename
     files = ["rank_00000.pt", "weights.pt", META]
@@ -291,7 +290,6 @@ def test_write_error_that_comes_late_is_a_failed_save(
 
     monkeypatch.setattr(os, "fsync", fail_late)
     save = save_of(tmp_path, 1)
-    save.start()
     with pytest.raises(
         comm.AgreedError, match=r"rank_00000.pt could not be written: .*Input/output error"
     ):
@@ -312,7 +310,6 @@ def test_file_that_was_changed_on_its_way_to_the_disk_is_damaged(
 
     monkeypatch.setattr(os, "fsync", lose_a_page)
     save = save_of(tmp_path, 1)
-    save.start()
     saved = read(finish(save))
     with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
         saved.verify(saved.meta["files"])
@@ -323,14 +320,12 @@ def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: in
     """A limit on the file size simulates a full disk. It cuts the last `missing` bytes of the file."""
     whole = save_of(tmp_path, 1)
     whole.states = dict.fromkeys(whole.states, torch.arange(50_000))
-    whole.start()
     size = read(finish(whole)).meta["files"]["rank_00000.pt"]["bytes"]
     cut = save_of(tmp_path, 2)
     cut.states = dict.fromkeys(cut.states, torch.arange(50_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, before[1]))
     try:
-        cut.start()
         with pytest.raises(
             comm.AgreedError, match=r"rank_00000.pt could not be written: .*File too large"
         ):
@@ -355,7 +350,6 @@ def write_slowly_on_rank_0(run: Path, timeout_s: float) -> list[str]:
     os.fsync = flush
     with comm.session(timeout_s):
         save = save_of(run, 1)
-        save.start()
         finish(save)
     return heard.getvalue().splitlines()
 
@@ -372,7 +366,6 @@ def test_rank_that_writes_longer_than_a_collective_waits_is_waited_for_and_named
 
 def write_and_hang(run: Path, reached: Any) -> None:
     first = save_of(run, 1)
-    first.start()
     finish(first)
 
     def hang(handle: int) -> None:
@@ -381,7 +374,6 @@ def write_and_hang(run: Path, reached: Any) -> None:
 
     os.fsync = hang
     second = save_of(run, 2)
-    second.start()
     finish(second)
 
 
@@ -403,7 +395,6 @@ def test_kill_inside_a_write_leaves_only_what_resume_ignores(tmp_path: Path) -> 
 def test_remove_old_leaves_the_save_in_flight(tmp_path: Path) -> None:
     save = save_of(tmp_path, 1)
     remove_checkpoints(tmp_path, 1, busy=[save.partial])
-    save.start()
     assert finish(save).name == "step-00000001"
 
 

@@ -19,7 +19,6 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -124,32 +123,6 @@ def test_export_of_an_export_has_the_same_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(again[key], wanted[key]) for key in wanted)
 
 
-def test_dtype_is_that_of_all_but_the_scale_and_buffers(tmp_path: Path) -> None:
-    run, model, _ = make_run(tmp_path, "timm")
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        tensors = load_file(export_run(run, tmp_path / name, "open_clip", name) / TENSORS)
-        assert tensors["logit_scale"].dtype == torch.float32
-        assert tensors["text_projection"].equal(model.get_parameter("text_projection").to(dtype))
-        others = {key for key, value in tensors.items() if value.dtype != dtype}
-        assert others == {"logit_scale"} | {
-            key for key, _ in model.named_buffers() if key in tensors
-        }
-    assert load(tmp_path / "fp16")[0].text_projection.dtype == torch.float32
-
-
-@pytest.mark.parametrize(("value", "dtype"), [(1e5, "fp16"), (float("nan"), "fp32")])
-def test_dtype_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(
-    tmp_path: Path, value: float, dtype: str
-) -> None:
-    run, model, _ = make_run(tmp_path, "own")
-    model.get_parameter("ln_final.weight").data[0] = value
-    write_run(run, model, write_model(tmp_path, "own"), step=8)
-    expected = f"ln_final.weight has values that are not finite in {dtype}; export fp32, unless"
-    with pytest.raises(ValueError, match=expected):
-        export_run(run, tmp_path / "exports" / "one", dtype=dtype)
-    assert not (tmp_path / "exports").exists()
-
-
 def test_flipped_bit_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, model, _ = make_run(tmp_path, "own")
     newest = write_run(run, model, str(tmp_path / "tiny.json"), step=8)
@@ -196,7 +169,7 @@ def test_command_line_writes_or_says_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _, _ = make_run(tmp_path, "own")
-    argv = ["export", str(run), "--to", str(tmp_path / "one"), "--dtype", "bf16"]
+    argv = ["export", str(run), "--to", str(tmp_path / "one")]
     assert main(argv) == 0
     assert (
         f"{tmp_path / 'one'}: README.md, open_clip_config.json, open_clip_model"
@@ -213,15 +186,13 @@ def read_blocks(folder: Path, language: str) -> list[str]:
 
 def test_readme_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, model, _ = make_run(tmp_path, "own")
-    folder = export_run(run, tmp_path / "my export", dtype="bf16")
+    folder = export_run(run, tmp_path / "my export")
     monkeypatch.chdir(tmp_path)
     (code,) = read_blocks(folder, "python")
     assert "disco_ds" not in code
     found: dict[str, Any] = {}
     exec(code, found)
-    assert found["model"].text_projection.equal(
-        model.get_parameter("text_projection").bfloat16().float()
-    )
+    assert found["model"].text_projection.equal(model.get_parameter("text_projection"))
     assert found["tokenizer"](TEXTS).shape == (len(TEXTS), CONTEXT)
     assert read_blocks(folder, "sh")[0].startswith(
         'clip_benchmark eval --model "local-dir:my export" '

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.checks.recipe import check_start
 from disco_ds.cli.main import main
-from disco_ds.config import load_config
 
 
 @pytest.mark.parametrize(
@@ -37,25 +35,6 @@ def test_refused_setting_fails(
     assert len(failed) == 1
     assert failed[0].split()[1] == ("data" if "data.shards" in override else "recipe")
     assert found in failed[0]
-
-
-def test_pretrained_tag_that_is_not_in_the_cache_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    overrides = ["model={name: ViT-B-32, pretrained: laion2b_s34b_b79k}"]
-    config = load_config("quickstart", overrides)
-
-    def find_warnings() -> list[str]:
-        return [line.found for line in check_start(config, 1) if line.check == "weights"]
-
-    assert find_warnings() == ["model.pretrained=laion2b_s34b_b79k is not in this host's cache"]
-    folder = tmp_path / "models--laion--CLIP-ViT-B-32-laion2B-s34B-b79K"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0123")
-    (folder / "snapshots" / "0123").mkdir(parents=True)
-    (folder / "snapshots" / "0123" / "open_clip_model.safetensors").touch()
-    assert find_warnings() == []
 
 
 def test_bundled_recipe_passes(

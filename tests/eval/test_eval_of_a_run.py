@@ -62,7 +62,6 @@ def test_figures_of_a_run_are_those_of_its_checkpoint(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (f"evaluating in {kind}" in done.stdout) == (kind != "fp32")
     after = {
         f"eval/{found['name']}_{kind}": value
         for found in json.loads((tmp_path / "after.json").read_text())["sets"]

@@ -12,7 +12,7 @@ import torch
 from disco_ds.checkpoints.checkpoint import read_rng
 from disco_ds.checkpoints.keep import FORMAT, seal
 from disco_ds.checkpoints.resume import identity_of, shape_of
-from disco_ds.checkpoints.save import RunState, Save, start_save
+from disco_ds.checkpoints.save import RunState, Save, copy_state
 from disco_ds.distributed import jobs
 from disco_ds.runs.run_folder import CHECKPOINTS, META
 from helpers.towers import TINY, tiny_config
@@ -57,15 +57,13 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a checkpoint, wait until it is complete, and return its folder. Collective."""
-    return finish(start_save(folder, engine, RunState(meta, data_state, loss_state)))
+    return finish(copy_state(folder, engine, RunState(meta, data_state, loss_state)))
 
 
 def finish(save: Save) -> Path:
-    """Wait until a save is complete and return its folder. Collective."""
-    complete = False
-    while not complete:
-        jobs.wait_for_all(save.job, f"saving {save.final}")
-        complete = save.advance()
+    """Write a checkpoint and return its folder. Collective."""
+    for job in save.run():
+        jobs.wait_for_all(job, f"saving {save.final}")
     return save.final
 
 

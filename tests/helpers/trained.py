@@ -48,6 +48,4 @@ def write_run(
     optimizer: Tree = {"state": {}, "param_groups": [{"names": []}]}
     content = {"module": model.state_dict(), "optimizer": optimizer, "param_shapes": None}
     states = {partial / "engine" / "mp_rank_00_model_states.pt": content}
-    save = Save(final, partial, meta, states)
-    save.start()
-    return finish(save)
+    return finish(Save(final, partial, meta, states))

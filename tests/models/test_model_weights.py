@@ -153,58 +153,28 @@ def test_pretrained_that_does_not_fit_is_refused(kind: str, tiny: str, tmp_path:
     assert logging.root.manager.disable == logging.NOTSET
 
 
-def lightning(state: dict[str, Any]) -> dict[str, Any]:
-    return {"epoch": 3, "state_dict": {f"model.{key}": x for key, x in state.items()}}
-
-
-def compiled(state: dict[str, Any]) -> dict[str, Any]:
-    return {f"module._orig_mod.{key}": x for key, x in state.items()}
-
-
-@pytest.mark.parametrize(
-    ("wrap", "logged"),
-    [
-        (lightning, "state_dict, model."),
-        (compiled, "_orig_mod., module."),
-        (lambda state: {"model": state, "epoch": 3}, "model"),
-        (lambda state: {"module": state}, "module"),
-        (lambda state: {"state_dict_ema": state, "arch": "vit"}, "state_dict_ema"),
-    ],
-)
-def test_wrappers_of_trainers_are_removed_and_logged(
-    wrap: Any, logged: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+def test_wrappers_of_trainers_are_removed(wrapper: str, tiny: str, tmp_path: Path) -> None:
     source = build(tiny, seed=1)
     path = tmp_path / "saved.pt"
-    torch.save(wrap(source.state_dict()), path)
+    state = {f"module._orig_mod.{key}": x for key, x in source.state_dict().items()}
+    torch.save({wrapper: state, "epoch": 3}, path)
     model = build(tiny, pretrained=path)
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
-    assert (
-        f"saved.pt: these enclosing entries and parts of tensor names were removed: {logged}"
-        in caplog.text
-    )
     tower = build(tiny, pretrained_image=path)
     assert torch.equal(tower.visual.proj, source.visual.proj)  # type: ignore[operator, union-attr]
 
 
-def test_weights_that_are_ambiguous_or_need_pickle_are_refused(tiny: str, tmp_path: Path) -> None:
-    state = build(tiny).state_dict()
-    path = tmp_path / "saved.pt"
-    for content, words in (
-        ({"state_dict": state, "state_dict_ema": state}, "several.*: state_dict, state_dict_ema"),
-        ({"encoder.a": torch.zeros(1), "b": torch.zeros(1)}, "its first tensors: encoder.a, b"),
-        ({"state_dict": state, "args": Path("a")}, r"torch.load\(..., weights_only=False\)"),
-    ):
-        torch.save(content, path)
-        with pytest.raises(ValueError, match=rf"saved.pt does not fit .*{words}") as said:
-            build(tiny, pretrained=path)
-        assert "option" not in str(said.value), "torch's paragraph has two options"
+def test_weights_that_need_pickle_are_refused(tiny: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": build(tiny).state_dict(), "args": Path("a")}, tmp_path / "saved.pt")
+    with pytest.raises(ValueError, match=r"saved.pt does not fit .*weights_only=True"):
+        build(tiny, pretrained=tmp_path / "saved.pt")
 
 
 @pytest.mark.parametrize("custom_text", [False, True])
 def test_text_positions_of_another_context_length_keep_their_numbers(
-    custom_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    custom_text: bool, tmp_path: Path
 ) -> None:
     def write(length: int, width: int = 32) -> str:
         path = tmp_path / f"{length}-{width}.json"
@@ -218,14 +188,12 @@ def test_text_positions_of_another_context_length_keep_their_numbers(
     positions = source.get_parameter(name)
     short = build(write(8), pretrained=path).get_parameter(name)
     assert torch.equal(short, positions[:8])
-    caplog.clear()
     long = build(write(20), pretrained=path).get_parameter(name)
     assert torch.equal(long[:16], positions)
     assert 0.005 < long[16:].std() < 0.015, (
         "new positions must be initialized as in open_clip, with a std of 0.01"
     )
-    assert "16 text positions, the model has 20" in caplog.text
-    with pytest.raises(ValueError, match=r"width 32, but text_cfg.width is 64"):
+    with pytest.raises(ValueError, match="does not fit model"):
         build(write(16, 64), pretrained=path)
 
 
@@ -238,12 +206,11 @@ def test_local_weights_have_the_preprocessing_of_the_models_tags(tmp_path: Path)
         look, warning = find_preprocessing(name, ModelSettings(name=name, pretrained=path))
         assert (look["mean"], look["std"]) == ((mean,) * 3, (std,) * 3)
         assert warning is not None
-        assert f"tags of {name} are used: mean ({mean}" in warning
-    for name, words in (("ViT-L-14", "different ones"), ("quickstart", "do not exist")):
+        assert f"({mean}, " in warning
+    for name in ("ViT-L-14", "quickstart"):
         look, warning = find_preprocessing(name, ModelSettings(name=name, pretrained=path))
         assert not look
         assert warning is not None
-        assert words in warning
         assert "set model.image_mean" in warning
 
 
@@ -252,7 +219,7 @@ def test_a_file_beside_an_open_clip_config_has_its_preprocessing(tmp_path: Path)
     (tmp_path / "open_clip_config.json").write_text(json.dumps(about))
     for path in (tmp_path, tmp_path / "open_clip_model.safetensors"):
         look, warning = find_preprocessing("ViT-L-14", ModelSettings(pretrained=path))
-        assert look == {"mean": [0.1] * 3}
+        assert look == {"mean": [0.1] * 3, "quick_gelu": False}
         assert warning is None
 
 

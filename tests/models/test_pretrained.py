@@ -299,19 +299,6 @@ def test_size_preprocessing_and_activation_are_overridden_as_in_open_clip(tiny: 
     assert read_architecture(ModelSettings(name=tiny, image_size=48, quick_gelu=True))["quick_gelu"]
 
 
-def test_image_size_that_the_tower_does_not_take_is_refused_at_the_start(tmp_path: Path) -> None:
-    """The tower of timm needs a multiple of 16, the quickstart's one needs 32."""
-    for name, size in ((write_timm(tmp_path), 100), ("quickstart", 40)):
-        changes = [
-            f"model={{name: {name}, image_size: {size}}}",
-            "data.source=synthetic",
-            "data.shards=null",
-        ]
-        with pytest.raises(RefusedError, match=rf"model.image_size.*{size} x {size}"):
-            run_training(load_config(recipe(tmp_path), changes))
-        assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
-
-
 @pytest.mark.slow
 def test_export_and_evaluation_carry_the_preprocessing(tmp_path: Path) -> None:
     changes = {

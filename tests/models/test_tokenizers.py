@@ -37,9 +37,9 @@ def build(folder: Path, pad: str = "[PAD]", **text_cfg: Any) -> tuple[Any, Any]:
 
 
 def test_pooling_of_another_token_than_the_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"own.json.*'argmax'.* 12,.* 3,.*eos_id to 3.*'last'"):
+    with pytest.raises(ValueError, match=r"own.json.*'argmax'.* token 4 .*eos_id to .*'last'"):
         build(tmp_path)
-    with pytest.raises(ValueError, match=r"'eos'.*eos_id, 2,.* 3,.*eos_id to 3"):
+    with pytest.raises(ValueError, match=r"'eos'.* token 2 .*eos_id to "):
         build(tmp_path, pool_type="eos")
 
 

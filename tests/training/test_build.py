@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from disco_ds.config import Config, load_config, make_schedule
+from disco_ds.config import Config, load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.metrics.logger import METRICS_FILE
-from disco_ds.training.build import build, warn_of_rise
+from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
 from helpers.tiny_run import expect, image_sample, recipe, refused, stopped, write_shard
@@ -223,33 +223,3 @@ def test_resume_refuses_changes_and_damaged_checkpoints_by_name(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*manifest.*")
 def test_broken_samples_are_counted_and_named_and_too_many_stop_the_run(shards):
     run_ranks(broken_data, 2, recipe(shards), shards)
-
-
-@pytest.mark.parametrize(
-    ("optim", "steps", "rates"),
-    [
-        ("schedule=cosine", 200, ("2.47e-07", "0.0005")),
-        ("schedule=cosine", 100, None),
-        ("schedule=cosine", 90, None),
-        ("schedule=constant", 200, None),
-        ("schedule=cooldown", 200, ("0.0001", "0.001")),
-    ],
-)
-def test_longer_run_whose_rate_rises_says_so(
-    optim: str,
-    steps: int,
-    rates: tuple[str, str] | None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cooldown = ["optim.cooldown_steps=10"] if "cooldown" in optim else []
-    own = [f"optim.{optim}", "optim.lr=1e-3", f"steps={steps}", *cooldown]
-    path = recipe(tmp_path)
-    config = load_config(path, own)
-    done = min(steps, 100)
-    schedule = make_schedule(config, done, done * config.global_batch, config.global_batch)
-    warn_of_rise(config, schedule, 100)
-    if rates is None:
-        assert not caplog.text
-    else:
-        assert f"the learning rate rises from {rates[0]} to {rates[1]}, " in caplog.text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections import UserDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -21,8 +21,7 @@ from torch.utils.data import default_collate
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.training.custom_loop import contrastive_step
-from disco_ds.training.micro_batches import split
+from disco_ds.training.custom_loop import contrastive_step, split
 from helpers.custom_loop import (
     MODELS,
     PER_RANK,
@@ -174,13 +173,6 @@ def test_gradient_is_of_the_full_batch_also_with(variant: str, engines: tuple[st
     check(2, all_cases(engines), variant)
 
 
-@dataclass(frozen=True)
-class Pairs:
-    questions: Any
-    answers: Any
-    task: None = None
-
-
 def tokens(texts: Sequence[str]) -> Tensor:
     return torch.tensor([[sum(map(ord, word)) * 7 % 97 for word in text.split()] for text in texts])
 
@@ -189,7 +181,7 @@ QUESTIONS = tokens([f"question {i} about {i * i}" for i in range(16)])
 ANSWERS = tokens([f"answer {i} is {i * 3}" for i in range(16)])
 BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[Any, Any]]]] = {
     "dict": ({"q": QUESTIONS, "a": ANSWERS}, lambda part: (part["q"], part["a"])),
-    "dataclass": (Pairs(QUESTIONS, ANSWERS), lambda part: (part.questions, part.answers)),
+    "UserDict": (UserDict(q=QUESTIONS, a=ANSWERS), lambda part: (part["q"], part["a"])),
     "list, by torch's collate": (
         default_collate(list(zip(QUESTIONS, ANSWERS, strict=True))),
         lambda part: (part[0], part[1]),
@@ -292,15 +284,13 @@ class Named(NamedTuple):
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ([torch.ones(4, 2)], r"0 of shape \(4, 2\) cannot be divided evenly into 3"),
-        ({"q": QUESTIONS}, r"q of shape \(16, 4\) cannot be divided evenly into 3"),
-        ({"q": torch.tensor(3.0)}, r"q of shape \(\) cannot be divided evenly into 3"),
-        ({"q": torch.ones(0)}, r"q of shape \(0,\) cannot be divided evenly into 3"),
-        ({"q": [], "a": None}, "the batch contains no tensor"),
-        ({"q": ["a question"] * 3}, "q.0 is a str, which cannot be divided"),
-        ({"q": QUESTIONS[:12], "a": torch.ones(9)}, r"different numbers of samples: q 12, a 9"),
-        ({"q": np.ones(9)}, "q is a ndarray"),
-        ({"q": {"a": object()}}, "q.a is a object"),
+        ([torch.ones(4, 2)], r"\[4\] samples cannot be divided evenly into 3"),
+        ({"q": torch.tensor(3.0)}, "a Tensor in the batch cannot be divided"),
+        ({"q": torch.ones(0)}, r"\[0\] samples cannot"),
+        ({"q": [], "a": None}, r"\[\] samples cannot"),
+        ({"q": ["a question"] * 3}, "a str in the batch cannot"),
+        ({"q": QUESTIONS[:12], "a": torch.ones(9)}, r"\[9, 12\] samples cannot"),
+        ({"q": {"a": np.ones(9)}}, "a ndarray in the batch cannot"),
     ],
 )
 def test_batch_that_does_not_divide_is_refused(batch: Any, words: str) -> None:
@@ -324,7 +314,7 @@ def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
         contrastive_step(tower, build_loss("disco"), batch, forward, micro_batches=2, scale=SCALE)
     contrastive_step(tower, build_loss("disco"), batch, forward, scale=SCALE)
     index = torch.arange(8)
-    with pytest.raises(ValueError, match=r"different numbers of samples: batch\.q 16, index 8"):
+    with pytest.raises(ValueError, match=r"\[8, 16\] samples cannot"):
         contrastive_step(
             tower,
             build_loss("disco"),

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.training.custom_loop import contrastive_step, find_device
-from disco_ds.training.micro_batches import split
+from disco_ds.training.custom_loop import contrastive_step, find_device, split
 from helpers.custom_loop import (
     PER_RANK,
     SCALE,
@@ -163,11 +162,7 @@ def mistakes_of_forwards() -> None:
     uneven = {"first": batch["first"][: 8 - n], "nested": [batch["nested"][0][: 8 - n]]}
     assert "drop the last uneven batch" in refused(step(make("text-text"), uneven))
     said = refused(step(make("text-text"), uneven, micro_batches=2))
-    assert (
-        "batch.first of shape (7, "
-        if n
-        else "the batch of another rank cannot be divided evenly into 2"
-    ) in said
+    assert ("tensors with [7] samples cannot" if n else "the batch of another rank cannot") in said
     said = refused(step(make("text-text"), micro_batches=2 + 2 * n))
     assert said == "micro_batches differs between ranks, from 2 to 4"
     narrow = nn.Sequential(make("text-text"), nn.Linear(D, D - n))
@@ -201,10 +196,10 @@ def mistakes_of_forwards() -> None:
     assert "forward returned no scale" in refused(
         lambda: contrastive_step(model, loss, batch, forward)
     )
-    with pytest.raises(ValueError, match="forward returned 1 values"):
+    with pytest.raises(ValueError, match="forward must return a tuple"):
         contrastive_step(model, loss, batch, lambda part: (part["first"],))
     # The returned tensor has two rows, which must not be taken for the two sides.
-    with pytest.raises(ValueError, match="forward returned a Tensor; expected a tuple"):
+    with pytest.raises(ValueError, match="it returned a Tensor"):
         contrastive_step(model, loss, batch, lambda part: part["first"][:2])
     static = DistributedDataParallel(make("text-text"), static_graph=True)
     forward = forward_of("text-text", static, torch.float32)
@@ -361,45 +356,6 @@ def with_memory() -> None:
 
 def test_loss_with_state_gets_its_samples() -> None:
     run_ranks(with_memory, 2)
-
-
-def skipped_by_a_scaler() -> None:
-    """Check that a loss commits no state if GradScaler skips the update, because one rank's gradient overflows."""
-    model, loss = make("text-text"), build_loss("fastclip_v1")
-    wrapped = DistributedDataParallel(model)
-    loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
-    index = torch.arange(PER_RANK) + comm.rank() * PER_RANK
-    optimizer, scaler = (
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.amp.GradScaler("cpu", init_scale=4.0),
-    )
-    forward = forward_of("text-text", wrapped, torch.float32)
-    before = str(loss.state_dict())
-    for factor, changes in ((float("inf"), False), (1.0, True)):
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-
-        def backward(x: Tensor, factor: float = factor if comm.rank() else 1.0) -> None:
-            scaler.scale(x * factor).backward()
-
-        optimizer.zero_grad()
-        contrastive_step(
-            wrapped,
-            loss,
-            my_batch(),
-            forward,
-            micro_batches=2,
-            scale=10.0,
-            index=index,
-            backward=backward,
-        )
-        scaler.step(optimizer)
-        scaler.update()
-        updated = not all(map(torch.equal, weights, model.parameters()))
-        assert (updated, str(loss.state_dict()) != before) == (changes, changes)
-
-
-def test_state_of_a_loss_stays_where_a_scaler_skips_the_update() -> None:
-    run_ranks(skipped_by_a_scaler, 2)
 
 
 def remembers_nothing() -> None:

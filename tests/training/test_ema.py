@@ -20,9 +20,9 @@ from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
 from disco_ds.run import evaluate_run
 from disco_ds.training.build import build
-from disco_ds.training.ema import averaged, update_average
 from disco_ds.training.engine import backward_and_step, build_engine, clamp_scale, set_lr
 from disco_ds.training.loop import finish, train
+from disco_ds.training.optimizer import averaged, update_average
 from helpers.dist import run_ranks
 from helpers.tiny_run import expect, recipe, refused
 from helpers.towers import batches, masters, tiny_config, write_tiny

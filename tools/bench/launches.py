@@ -39,7 +39,6 @@ from disco_ds.losses import build_loss
 from disco_ds.metrics.anomalies import SAMPLE, features_spread
 from disco_ds.models.clip import Texts, build_model
 from disco_ds.plan.towers import make_batch
-from disco_ds.training.ema import update_average
 from disco_ds.training.engine import (
     EngineTowers,
     backward_and_step,
@@ -48,6 +47,7 @@ from disco_ds.training.engine import (
     set_lr,
 )
 from disco_ds.training.grad_accum import forward_all, loss_at_features, surrogates
+from disco_ds.training.optimizer import update_average
 
 PHASES = ("forward", "loss", "backward", "end", "metrics")
 NOT_COUNTED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}

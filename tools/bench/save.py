@@ -69,16 +69,12 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
 def _begin(final: Path, state: dict[str, Any]) -> Save:
     partial = final.with_name(f".{final.name}.partial")
     partial.mkdir()
-    save = Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state})
-    save.start()
-    return save
+    return Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state})
 
 
 def _finish(save: Save) -> None:
-    complete = False
-    while not complete:
-        save.job.result()
-        complete = save.advance()
+    for job in save.run():
+        job.result()
 
 
 def _remove(folder: Path) -> None:

@@ -77,18 +77,11 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
     """
     text = getattr(model, "text", model)
     phrases = []
-    if model.two_views:
-        pass  # the text tower does not run
+    if isinstance(text, CutText):
+        phrases.append("texts cut to the longest one")
     elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
         phrases.append("packed texts")
-    elif isinstance(text, CutText):
-        phrases.append("texts cut to the longest one")
-    else:
-        phrases.append("padded texts")
-    classes = {type(module) for module in model.visual.modules()}
-    if Patches in classes:
-        phrases.append("matrix patches")
-    if Block in classes:
+    if any(isinstance(module, Block) for module in model.visual.modules()):
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))
         triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS
         phrases.append(f"image attention by {'Triton' if triton else 'torch'}")

@@ -74,7 +74,7 @@ def find_counter(
         return lambda text: _count_to_last(text != tower.config.pad_token_id)
     if not packs(tower) or not fits_kernels(tower, tower.context_length, device, is_half):
         return None
-    pool_type, eos = _read_pooling(tower)
+    pool_type, eos = read_pooling(tower)
     if pool_type == "argmax":
         return lambda text: text.argmax(-1).cpu().numpy() + 1
     return lambda text: torch.eq(text, eos or 0).int().argmax(-1).cpu().numpy() + 1
@@ -92,7 +92,7 @@ def packs(tower: Any) -> bool:
     ):
         return False
     # Later tokens have no effect on the feature of the end token.
-    pooled = _read_pooling(tower)[0] in ("argmax", "eos")
+    pooled = read_pooling(tower)[0] in ("argmax", "eos")
     return pooled and all(isinstance(block, Block) for block in tower.transformer.resblocks)
 
 
@@ -127,7 +127,7 @@ def is_causal(tower: Any) -> bool:
     return getattr(tower, "attn_mask", None) is not None and not adds
 
 
-def _read_pooling(tower: Any) -> tuple[str | None, int | None]:
+def read_pooling(tower: Any) -> tuple[str | None, int | None]:
     """Return open_clip's pool_type of a text tower, and its end token."""
     if isinstance(tower, TextTransformer):
         return tower.pool_type, tower.eos_id

@@ -185,7 +185,6 @@ class Training:
             "loader": self.loader,
             "interrupts": Interrupts(),
             "heartbeat": SimpleNamespace(mark=lambda *place, timed: None),
-            "saver": SimpleNamespace(is_writing=False),
             "metrics": SimpleNamespace(phases=SimpleNamespace()),
             "learning_rate": lambda step: 1e-3,
             "config": self.config,

@@ -1,13 +1,17 @@
-"""Muon for the hidden matrices and AdamW for all other parameters, at every ZeRO stage.
+"""The optimizers of a run, and the exponential moving average (EMA) of the trained weights.
 
-The momentum has one number per element, so ZeRO divides it like any other state. Only the orthogonalization needs whole
-matrices. For it, the ranks combine their parts of the update by an all-reduce, for matrices of one shape at a time.
+The built-in optimizers come from torch, timm and this file, so DeepSpeed compiles no optimizer code.
 
-DeepSpeed's Muon (0.19) is not used. It orthogonalizes the gradients before their norm is computed, which would change
-the meaning of clipping, grad_norm and on_spike. Its momentum at ZeRO 1 and 2 cannot be resharded.
+`Muon` is Muon for the hidden matrices and AdamW for all other parameters, at every ZeRO stage. The momentum has one
+number per element, so ZeRO divides it like any other state. Only the orthogonalization needs whole matrices. For it,
+the ranks combine their parts of the update by an all-reduce, for matrices of one shape at a time. DeepSpeed's Muon
+(0.19) is not used. It orthogonalizes the gradients before their norm is computed, which would change the meaning of
+clipping, grad_norm and on_spike. Its momentum at ZeRO 1 and 2 cannot be resharded. Sources: Jordan et al. 2024
+(https://kellerjordan.github.io/posts/muon). The learning rate is multiplied by the factor of Liu et al. 2025 (arXiv
+2502.16982), so that values of learning rate and weight decay that suit AdamW also suit Muon.
 
-Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The learning rate is multiplied by the factor
-of Liu et al. 2025 (arXiv 2502.16982), so that values of learning rate and weight decay that suit AdamW also suit Muon.
+The average is stored as an additional optimizer state. Therefore DeepSpeed shards and saves it, and a run that is
+resumed with a different number of ranks or ZeRO stage restores it like every other state. Buffers are not averaged.
 """
 
 # W: a matrix [m, n]. U: the update of W, with the same shape.
@@ -16,21 +20,66 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine as Engine
+from timm.optim import Lamb, Lion
 from torch import Tensor
 
-from disco_ds.checkpoints.state import find_local
-from disco_ds.config import OptimSettings
+from disco_ds.checkpoints.state import AVERAGE, find_local
+from disco_ds.config import EmaSettings, OptimSettings
 from disco_ds.distributed import comm
+from disco_ds.distributed.comm import DTYPES
+from disco_ds.distributed.deepspeed_quirks import refresh_weights
+from disco_ds.names import load_custom
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration."""
 MAX_BATCH = 2**25
 """Matrices of one shape are orthogonalized in batches of at most this many elements, and at least one matrix."""
+STEPS = "ema_steps"
+"""Name of the optimizer state that counts the updates since the average began."""
+CHUNK = 2**24
+"""Number of rows of a tensor that are swapped at a time. A row of a flat tensor is one element."""
+
+
+def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    """Build the optimizer. AdamW and SGD use torch's fused implementation, on the CPU too.
+
+    Args:
+        groups: Parameter groups.
+        settings: Settings of the optimizer. The learning rate is set later, by set_rates.
+
+    Raises:
+        ValueError: If optim.factory cannot be imported or does not return a torch optimizer for these groups.
+    """
+    if settings.factory:
+        optimizer = load_custom(settings.factory)(groups)
+        names = [group.get("name") for group in getattr(optimizer, "param_groups", ())]
+        if names != [group["name"] for group in groups]:
+            raise ValueError(
+                f"optim.factory={settings.factory} must return a torch.optim.Optimizer with unchanged parameter "
+                f"groups, but returned a {type(optimizer).__name__} with the groups {names}"
+            )
+        if settings.elementwise and isinstance(optimizer, torch.optim.Adagrad):
+            raise ValueError(
+                "at ZeRO 1 to 3, DeepSpeed 0.19 rebuilds Adagrad without the settings of its groups: use "
+                "deepspeed=zero0, and remove optim.elementwise"
+            )
+        return optimizer
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.name == "muon":
+        return Muon(groups, settings, DTYPES[settings.muon_precision])
+    if settings.name == "lion":
+        return Lion(groups, lr=1.0, betas=settings.betas)
+    if settings.name == "lamb":
+        # The engine already clips the gradient, so LAMB's built-in clipping is turned off.
+        return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
 class Part(NamedTuple):
@@ -162,3 +211,70 @@ def orthogonalize(U: Tensor, dtype: torch.dtype) -> Tensor:
         # Each baddbmm rounds once, like addmm in torch.optim.Muon.
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if is_tall else X
+
+
+@torch.no_grad()
+def update_average(engine: Engine, settings: EmaSettings) -> None:
+    """Update the average. Call this after each step that has updated the weights.
+
+    The first call sets the average to the weights. Later calls change it every settings.every_steps steps, with a decay
+    that is low at first and rises to settings.decay.
+    """
+    weights = _find_weights(engine)
+    states = [engine.basic_optimizer.state[weight] for weight in weights]
+    step = states[0].get(STEPS, 0) + 1
+    if AVERAGE not in states[0]:
+        for weight, state in zip(weights, states, strict=True):
+            state[AVERAGE] = weight.clone()
+    elif step % settings.every_steps == 0:
+        decay = min(settings.decay, (1 + step) / (10 + step)) ** settings.every_steps
+        torch._foreach_lerp_([state[AVERAGE] for state in states], weights, 1 - decay)
+    for state in states:
+        state[STEPS] = step
+
+
+def has_average(engine: Engine) -> bool:
+    """Return whether the engine has an average."""
+    return any(AVERAGE in state for state in engine.basic_optimizer.state.values())
+
+
+def drop_average(engine: Engine) -> None:
+    """Remove the average, if the loaded checkpoint contained one."""
+    for state in engine.basic_optimizer.state.values():
+        state.pop(AVERAGE, None)
+        state.pop(STEPS, None)
+
+
+@contextmanager
+def averaged(engine: Engine) -> Iterator[None]:
+    """Give the model the averaged weights during the `with` block. Collective.
+
+    After an error on a single rank, the weights are not restored. Restoring them is a collective operation, which that
+    rank would start alone, and the error ends the run anyway.
+    """
+    _swap(engine)
+    try:
+        yield
+    except comm.AgreedError:
+        _swap(engine)
+        raise
+    _swap(engine)
+
+
+@torch.no_grad()
+def _swap(engine: Engine) -> None:
+    """Swap the weights with their average in place, in small pieces. Collective."""
+    for weight in _find_weights(engine):
+        average = engine.basic_optimizer.state[weight][AVERAGE]
+        for mine, other in zip(weight.split(CHUNK), average.split(CHUNK), strict=True):
+            kept = mine.clone()
+            mine.copy_(other)
+            other.copy_(kept)
+    refresh_weights(engine)
+
+
+def _find_weights(engine: Engine) -> list[Tensor]:
+    """Return the tensors that the optimizer of this rank updates. They are the keys of its states."""
+    if engine.zero_optimization_stage() == 3:
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]
