@@ -11,9 +11,8 @@ from disco_ds.checks.report import Line
 from disco_ds.checks.samples import check_filter
 from disco_ds.config import Config, find_late, make_schedule, render_ds_config
 from disco_ds.data import Manifest, count_epoch, load_sources
-from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.sources.load import count_slots
-from disco_ds.data.sources.manifest import find_changed
+from disco_ds.data.sources.load import count_slots, fit_cache
+from disco_ds.data.sources.shards import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels.similarity import find_problem

@@ -28,7 +28,7 @@ from disco_ds.data import (
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import SampleKey, find_prepare
-from disco_ds.data.sources.csv_source import Table
+from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import StoredEmbeddings, find_stored
 from disco_ds.distributed import comm

@@ -92,8 +92,7 @@ class RemoteSettings(Settings):
     the cache has room. Shards that a slot shuffles together are fetched together, even if there are more
     of them than this number. 0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, exclude=True)
-    """Number of attempts to fetch a shard. An attempt resumes where the previous one stopped if the
-    server sends ETags."""
+    """Number of attempts to fetch a shard."""
     timeout_s: float = Field(60.0, exclude=True)
     """An attempt to fetch a shard fails if the server or the `pipe:` command sends no data for this many seconds.
     Config derives this value from the top-level timeout_s."""

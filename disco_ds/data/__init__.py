@@ -23,11 +23,16 @@ from disco_ds.data.samples import InputSpec
 from disco_ds.data.sequential import read_all, read_labels
 from disco_ds.data.sources.base import Reader, Source
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.csv_source import CaptionedImages, Table
-from disco_ds.data.sources.folder import ImageFolder, sort_labels
-from disco_ds.data.sources.listing import is_table, resolve_shards
+from disco_ds.data.sources.files import CaptionedImages, ImageFolder, Table, sort_labels
 from disco_ds.data.sources.load import count_epoch, fingerprint, load_sources
-from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write_manifest
+from disco_ds.data.sources.shards import (
+    Manifest,
+    Shard,
+    is_table,
+    load_manifest,
+    resolve_shards,
+    write_manifest,
+)
 
 __all__ = [
     "BrokenSample",

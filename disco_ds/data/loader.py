@@ -36,11 +36,10 @@ from disco_ds.data.batches import (
 from disco_ds.data.errors import DataError
 from disco_ds.data.feed import DeviceCopy, Feed
 from disco_ds.data.order import Cursor
-from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.remote.prefetch import FetchAhead
+from disco_ds.data.remote.cache import FetchAhead
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.load import count_epoch, count_slots, fingerprint, mix
+from disco_ds.data.sources.load import count_epoch, count_slots, fingerprint, fit_cache, mix
 from disco_ds.data.worker import InProcess, Worker, WorkerSpec, describe_error
 
 logger = logging.getLogger(__name__)

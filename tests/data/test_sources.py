@@ -281,13 +281,11 @@ def test_csv_odd_rows_cost_a_sample_each(tmp_path: Path) -> None:
     broken = [name for _ in range(2) for name in read_step(loader).broken]
     reasons = " ".join(broken)
     loader.close()
-    assert "line 44: the row cannot be read: 'utf-8' codec" in reasons
+    assert "line 44: UnicodeDecodeError: 'utf-8' codec" in reasons
     assert "line 45: caption '{title}': KeyError: 'title'; the sample has filepath" in reasons
     assert "line 46: the row has 4 values, but there are 3 columns; quote the caption" in reasons
-    assert (
-        "line 47: the row cannot be read: '\\t' expected after '\"'; quote the caption" in reasons
-    )
-    assert "line 49: its filepath is empty" in reasons
+    assert "line 47: Error: '\\t' expected after '\"'" in reasons
+    assert "line 49: the row has no filepath" in reasons
     assert not any("line 48" in name for name in broken)
 
 
@@ -340,9 +338,7 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
             {"captions": {"{title}": 1}},
             "has no column jpg;jpeg;png;webp",
         ),
-        ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "a.png"),
         ("filepath,title,title\na.png,b,c\n", CSV, "several columns named title"),
-        ("filepath,title\na.png,a dog, running\nb.png,a cat, asleep\n", CSV, "quote the caption"),
     ],
 )
 def test_csv_that_cannot_be_used_is_refused(

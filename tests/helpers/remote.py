@@ -8,8 +8,8 @@ from typing import Any
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest
-from disco_ds.data.remote.shard_cache import ShardCache
-from disco_ds.data.remote.stores import Version
+from disco_ds.data.remote.cache import ShardCache
+from disco_ds.data.remote.fetching import Version
 from helpers.shards import settings
 
 ALL = "{00000..00007}.tar"

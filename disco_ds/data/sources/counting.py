@@ -1,35 +1,51 @@
 """Sample counting for `disco-ds index`. Published counts are used if there are any; otherwise, tar headers are read.
 
-Nothing is decoded. Counted shards are saved every few seconds, so that a second call continues where the first stopped.
+Counts that data sets publish next to their shards, so that these need not be downloaded to be counted:
+
+    sizes.json          open_clip and DataComp: {"00000.tar": 1000, ...}
+    00000_stats.json    img2dataset: {"successes": 1000, ...}, one file for each shard
+
+They may be wrong. When tar.py reads a shard, it warns if the number of samples differs. Nothing is decoded. Counted
+shards are saved every few seconds, so that a second call continues where the first stopped.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import multiprocessing
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.data import RemoteSettings
+from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.errors import CacheFullError, DataError
-from disco_ds.data.remote.fetching import fetch_temporary
-from disco_ds.data.remote.shard_cache import ShardCache
-from disco_ds.data.remote.stores import Version
-from disco_ds.data.sources.listing import Listing, list_folder
-from disco_ds.data.sources.manifest import Manifest, Shard, some
-from disco_ds.data.sources.published_counts import find_counts
+from disco_ds.data.remote.cache import ShardCache
+from disco_ds.data.remote.fetching import (
+    BUCKETS,
+    StoreError,
+    Version,
+    describe,
+    fetch_temporary,
+    list_objects,
+    read_object,
+    read_version,
+)
+from disco_ds.data.sources.shards import Listing, Manifest, Shard, list_folder, some
 from disco_ds.data.sources.tar import TarIndex, has_data_after_end
 from disco_ds.names import plural
 
 _SAVE_S = 10.0
 _BLOCK = 2**20
+_REQUESTS = 32
+"""Maximum number of concurrent requests."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +72,7 @@ def index_shards(
         progress: Called with the number of shards done.
         known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
         remote: How to fetch remote shards.
-        published: Whether counts that the data set publishes are used (published_counts.py).
+        published: Whether counts that the data set publishes are used.
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
         whole: Read all bytes of a shard, not only its headers, to find out whether the disk can read them.
@@ -65,34 +81,31 @@ def index_shards(
         The manifest, sorted by name.
 
     Raises:
-        ValueError: If there is no shard, or if shards are missing or unreadable. All others are counted first.
-        StoreError: If a bucket cannot be listed.
+        ValueError: If there is no shard, if shards are missing or unreadable (all others are counted first), or if a
+            bucket cannot be listed.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
     remote = remote or RemoteSettings()
     before = {shard.name: shard for shard in known}
-    shards: dict[str, Shard] = {}
+    counted: dict[str, Shard] = {}
     failed: dict[str, Exception] = {}
-    missing: list[str] = []
     saved_at = time.monotonic()
 
     def record(name: str, result: Shard | Exception) -> None:
         nonlocal saved_at
         if isinstance(result, Shard):
-            shards[name] = result
-        elif isinstance(result, FileNotFoundError) and skip_missing:
-            missing.append(name)
+            counted[name] = result
         else:
             failed[name] = result
         if progress is not None:
-            progress(len(shards) + len(failed) + len(missing))
+            progress(len(counted) + len(failed))
         if save is not None and time.monotonic() > saved_at + _SAVE_S:
-            save(_collect(listing, before | shards))
+            save(_collect(listing, before | counted))
             saved_at = time.monotonic()
 
     try:
         uncounted: dict[str, Version] = {}
-        for name, found in find_counts(listing, remote, published, before):
+        for name, found in _find_counts(listing, remote, published, before):
             if isinstance(found, Version):
                 uncounted[name] = found
             else:
@@ -116,57 +129,141 @@ def index_shards(
                     # After an error in this process, such as a full disk, do not count the other shards.
                     pool.shutdown(cancel_futures=True)
     finally:
-        if save is not None and shards:
-            save(_collect(listing, before | shards))
-    if failed:
-        raise ValueError(f"{_describe_failures(failed)} (counted: {plural(len(shards), 'shard')})")
-    if missing:
-        logger.warning("left out missing shards (%d): %s", len(missing), some(missing, 10))
-    return replace(_collect(listing, shards), missing=tuple(sorted(missing)))
-
-
-def _describe_failures(failed: dict[str, Exception]) -> str:
+        if save is not None and counted:
+            save(_collect(listing, before | counted))
     missing = [name for name, error in failed.items() if isinstance(error, FileNotFoundError)]
     unreadable = [f"{name}: {failed[name]}" for name in failed.keys() - set(missing)]
     problems = []
-    if missing:
+    if missing and not skip_missing:
         problems.append(
             f"missing shards ({len(missing)}): {some(missing)}; pass --missing skip to leave them out"
         )
+    elif missing:
+        logger.warning("left out missing shards (%d): %s", len(missing), some(missing, 10))
     if unreadable:
         problems.append(f"unreadable shards ({len(unreadable)}): {some(unreadable)}")
-    return "; ".join(problems)
+    if problems:
+        raise ValueError(f"{'; '.join(problems)} (counted: {plural(len(counted), 'shard')})")
+    return _collect(listing, counted, sorted(missing))
 
 
-def _collect(listing: Listing, shards: dict[str, Shard]) -> Manifest:
+def _collect(
+    listing: Listing, shards: Mapping[str, Shard], missing: Iterable[str] = ()
+) -> Manifest:
     """Return the manifest of the shards that have been counted."""
     counted = tuple(shards[name] for name in listing.names if name in shards)
     urls = tuple(url for name, url in listing.urls.items() if name in shards)
-    return Manifest(listing.folder, counted, urls)
+    return Manifest(listing.folder, counted, urls, missing=tuple(missing))
 
 
-def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]:
-    """Describe the differences between two counts, one line for each shard that differs.
+def _find_counts(
+    listing: Listing, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
+) -> Iterator[tuple[str, Shard | Version | Exception]]:
+    """Find the versions and the known or published sample counts of shards, without reading the shards.
 
     Args:
-        old: Shards of the manifest.
-        new: The same shards, counted again.
-        tags: Whether shards also count as different if only their tags differ.
+        listing: The shards.
+        remote: Number of attempts and timeout of each request.
+        published: Whether to look for published counts. If False, only versions are found.
+        known: Shards that were counted before. Their counts are used if their versions have not changed.
+
+    Yields:
+        The name of each shard, in any order, and what was found: the shard, only its version if its count is neither
+        known nor published, or the exception if its version cannot be read. The exception is FileNotFoundError if the
+        shard does not exist.
+
+    Raises:
+        ValueError: If a bucket cannot be listed.
     """
-    before, after = (
-        {
-            shard.name: (
-                f"{plural(shard.samples, 'sample')} ({shard.bytes:,} bytes{f', {shard.tag}' if tags else ''})"
-            )
-            for shard in shards
-        }
-        for shards in (old, new)
-    )
-    return [
-        f"{name}: {after.get(name, 'missing')}, but {before.get(name, 'missing')} in the manifest"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
-    ]
+    places = listing.urls or {name: str(listing.folder / name) for name in listing.names}
+    folders = {place.rpartition("/")[0] for place in places.values() if _has_neighbors(place)}
+    listed: dict[str, Version] = {}
+    for folder in sorted(folders):
+        if folder.startswith(BUCKETS):
+            listed |= list_objects(folder + "/", remote)
+    tables = {
+        folder: _read_json(f"{folder}/sizes.json", listed, remote)
+        for folder in folders
+        if published
+    }
+
+    def find(name: str) -> tuple[str, Shard | Version | Exception]:
+        place = places[name]
+        try:
+            version = _find_version(place, listed, remote)
+        except (StoreError, OSError) as error:
+            return name, error
+        # A shard with 0 samples may have been missing, so it is counted again.
+        shard = known.get(name)
+        if (
+            shard
+            and shard.samples
+            and version.bytes in (0, shard.bytes)
+            and shard.tag in ("", version.tag)
+        ):
+            return name, shard._replace(tag=version.tag)
+        samples = None
+        if published and _has_neighbors(place):
+            folder, _, base = place.rpartition("/")
+            samples = tables[folder].get(base)
+            if samples is None:
+                stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
+                samples = stats.get("successes")
+        # A sample has at least one member, and its header and data take at least 1,024 bytes.
+        if type(samples) is int and 0 <= samples <= version.bytes // 1024:
+            return name, Shard(name, samples, *version)
+        return name, version
+
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        try:
+            for done in as_completed([pool.submit(find, name) for name in listing.names]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _has_neighbors(place: str) -> bool:
+    """Return whether other files next to a shard can be read, unlike those of a command or a signed URL."""
+    return not (place.startswith(PIPE) or (place.startswith("http") and "?" in place))
+
+
+def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSettings) -> Version:
+    """Return the version of a shard.
+
+    Raises:
+        FileNotFoundError: If the shard does not exist.
+        StoreError: If the server does not return the version.
+        OSError: If the shard is local and is not a regular file, or if its status cannot be read.
+    """
+    if place.startswith(PIPE):
+        return Version(0, "")
+    if place.startswith(BUCKETS):
+        if place not in listed:
+            raise FileNotFoundError(place)
+        return listed[place]
+    if "://" in place:
+        return read_version(place, remote)
+    status = os.stat(place)
+    if not stat.S_ISREG(status.st_mode):  # opening a named pipe might block
+        raise OSError(errno.EINVAL, "not a regular file", place)
+    return Version(status.st_size, str(status.st_mtime_ns))
+
+
+def _read_json(
+    place: str, listed: Mapping[str, Version], remote: RemoteSettings
+) -> Mapping[str, Any]:
+    """Return the content of a JSON file, or {} if the file does not exist or has no usable content."""
+    if place.startswith(BUCKETS) and place not in listed:
+        return {}
+    try:
+        content = read_object(place, remote) if "://" in place else Path(place).read_bytes()
+        tree = json.loads(content)
+    except FileNotFoundError:
+        return {}
+    except (StoreError, OSError, ValueError) as error:
+        logger.warning("%s is ignored: %s", describe(place), error)
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _count(
@@ -222,3 +319,27 @@ def _open(
         with suppress(CacheFullError, OSError):
             return ShardCache([url], [name], [version], remote).open(0)
     return fetch_temporary(url, name, remote)
+
+
+def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]:
+    """Describe the differences between two counts, one line for each shard that differs.
+
+    Args:
+        old: Shards of the manifest.
+        new: The same shards, counted again.
+        tags: Whether shards also count as different if only their tags differ.
+    """
+    before, after = (
+        {
+            shard.name: (
+                f"{plural(shard.samples, 'sample')} ({shard.bytes:,} bytes{f', {shard.tag}' if tags else ''})"
+            )
+            for shard in shards
+        }
+        for shards in (old, new)
+    )
+    return [
+        f"{name}: {after.get(name, 'missing')}, but {before.get(name, 'missing')} in the manifest"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
-from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
-from disco_ds.data.remote.cache_size import sum_bytes
+from disco_ds.data.order import (
+    IDS_PER_SHARD,
+    SLOTS,
+    Mixture,
+    WholeShards,
+    estimate_open_shards,
+    mix_sources,
+)
+from disco_ds.data.remote.cache import DISK_SHARE, find_limit
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
-from disco_ds.data.sources.csv_source import Table
-from disco_ds.data.sources.listing import find_shards, is_table
-from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
+from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection, count_uids
+from disco_ds.data.sources.shards import (
+    Manifest,
+    Shard,
+    find_shards,
+    is_table,
+    load_manifest,
+    read_manifest,
+    some,
+)
 from disco_ds.names import load_custom, plural
 
 _DEFAULT_BYTES = 128e9
@@ -56,7 +72,7 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
         # The manifest lists the shards, so the bucket need not be listed when a run starts.
-        known = read_manifest(part.manifest)
+        known = [shard.name for shard in read_manifest(part.manifest).shards]
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
@@ -118,7 +134,7 @@ def count_slots(
     slots, origin = settings.slots, "set by data.slots"
     if slots is None:
         candidates = [num for num in SLOTS if num <= len(sizes)]
-        fitting = (n for n in candidates if sum_bytes(settings, sources, n)[0] <= _DEFAULT_BYTES)
+        fitting = (n for n in candidates if sum_bytes(settings, sources, n) <= _DEFAULT_BYTES)
         slots, origin = saved or next(fitting, 1), f"the default for {plural(len(sizes), 'shard')}"
     if slots > num_units:
         raise ValueError(
@@ -140,6 +156,66 @@ def count_slots(
         f"the data order has {slots} slots ({origin}), not a multiple of the number of ranks ({ranks}); "
         f"set data.slots={' or data.slots='.join(nearest)}"
     )
+
+
+def fit_cache(
+    settings: DataSettings, sources: Sequence[Source], num_slots: int, ranks: int, ranks_here: int
+) -> list[Source]:
+    """Set the size limit of this host's cache.
+
+    If it were smaller than the shards that are read at a time, a whole shard would be fetched for nearly every sample.
+
+    Args:
+        settings: Settings of the data.
+        sources: Sources of the data.
+        num_slots: Number of slots on all hosts.
+        ranks: Number of ranks on all hosts.
+        ranks_here: Number of ranks on this host.
+
+    Returns:
+        The sources, with the limit set.
+
+    Raises:
+        ValueError: If the cache cannot contain the shards that are read at a time.
+    """
+    slots_here = num_slots * ranks_here // ranks
+    used = sum_bytes(settings, sources, slots_here)
+    if not used:
+        return list(sources)
+    limit = find_limit(settings.remote, sum_bytes(settings, sources, slots_here, prefetch=True))
+    if used > limit:
+        needed_gb = (
+            math.ceil(used / 1e6) / 1e3
+        )  # rounded up, so that the suggestion is large enough
+        raise ValueError(
+            f"the {slots_here} slots of this host read up to {needed_gb:g} GB of remote shards at a time, but the "
+            f"cache in {settings.remote.cache} has room for only {limit / 1e9:.4g} GB; set "
+            f"data.remote.cache_gb={needed_gb:g} (at most {DISK_SHARE:.0%} of the disk space) or, for a new run, lower "
+            f"data.slots ({num_slots})"
+        )
+    remote = settings.remote.model_copy(update={"cache_gb": limit / 1e9})
+    return [replace(source, remote=remote) if _is_remote(source) else source for source in sources]
+
+
+def sum_bytes(
+    settings: DataSettings, sources: Sequence[Source], num_slots: int, prefetch: bool = False
+) -> float:
+    """Sum the sizes of the remote shards that `num_slots` slots read, or also prefetch, at a time."""
+    total = 0.0
+    for source in sources:
+        if _is_remote(source):
+            whole = sum(shard.bytes for shard in source.shards)
+            num = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
+            if prefetch:
+                # One shard of a slot's next window is also in its current window.
+                num += max(settings.remote.prefetch_shards, num - 1)
+            total += min(whole, num * num_slots * whole / len(source.shards))
+    return total
+
+
+def _is_remote(source: Source) -> TypeGuard[Manifest]:
+    """Return whether a source has remote shards of known sizes. With data.index=none, the sizes are unknown."""
+    return isinstance(source, Manifest) and bool(source.urls) and source.num_samples > 0
 
 
 def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:
