@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
-from disco_ds.data import DataError, Manifest, load_sources
+from disco_ds.data import DataError, Manifest, Shard, load_sources
 from disco_ds.data.remote.cache import ShardCache
-from disco_ds.data.remote.fetching import Version, describe, fetch_temporary, read_version
+from disco_ds.data.remote.fetching import describe, fetch_temporary, read_version
 from disco_ds.data.sources.shards import find_shards
 from helpers.machine import many_open_files
 from helpers.remote import ALL, fetching, open_cache, remote
@@ -164,8 +164,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
     urls = [f"pipe:echo secret; exit 3 # {name}" for name in names]
     cache = ShardCache(
         urls,
-        names,
-        [Version(7, "")] * len(names),
+        [Shard(name, 0, 7) for name in names],
         fetching(tmp_path / "cache", tries=1),
     )
     with pytest.raises(DataError) as error:
@@ -177,9 +176,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
 
 
 def test_command_is_read_by_a_process_with_many_open_files(tmp_path: Path) -> None:
-    cache = ShardCache(
-        ["pipe:echo a shard"], ["0.tar"], [Version(8, "")], fetching(tmp_path, tries=1)
-    )
+    cache = ShardCache(["pipe:echo a shard"], [Shard("0.tar", 0, 8)], fetching(tmp_path, tries=1))
     with many_open_files(), cache.open(0) as file:
         assert file.fileno() >= 1024
         assert file.read() == b"a shard\n"
@@ -202,8 +199,7 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
     ):
         cache = ShardCache(
             [f"pipe:{command}"],
-            ["0.tar"],
-            [Version(7, "")],
+            [Shard("0.tar", 0, 7)],
             fetching(tmp_path, tries=1, timeout_s=0.3),
         )
         with pytest.raises(DataError, match=words):

@@ -340,7 +340,7 @@ def test_default_cache_takes_no_more_than_its_disk_has(
         fit_cache(data, [source], 256, 8, 8)
     set_free(monkeypatch, 4e9)
     # Space that the cache already uses counts as free.
-    folder = ShardCache([], [], [], data.remote).folder
+    folder = ShardCache([], [], data.remote).folder
     folder.mkdir()
     (folder / f"{0:064d}.shard").write_bytes(bytes(2**20))
     assert find_limit(data.remote) == int(0.9 * (4e9 + 2**20))

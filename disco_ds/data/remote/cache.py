@@ -32,13 +32,12 @@ from disco_ds.data.errors import CacheFullError, DataError
 from disco_ds.data.order import Cursor, Mixture
 from disco_ds.data.remote.fetching import (
     StoreError,
-    Version,
     describe,
     fetch,
     progress,
     read_version,
 )
-from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.base import Shard, Source
 
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 """Names of cached shards, and of shards being fetched."""
@@ -68,11 +67,9 @@ class ShardCache:
 
     urls: Sequence[str]
     """Addresses of the shards."""
-    names: Sequence[str]
-    """Names of the shards in messages."""
-    versions: list[Version]
-    """Versions of the shards. If the size in a version is 0, which means unknown, the cache requests the version when
-    it first needs the shard."""
+    shards: list[Shard]
+    """If the size of a shard is 0, which means unknown, the cache requests its size and tag when it first needs the
+    shard."""
     settings: RemoteSettings
     """Folder, size limit and number of attempts."""
 
@@ -126,18 +123,18 @@ class ShardCache:
             DataError: If other users could write to the folder, or if the shard's size cannot be read.
         """
         _make_private(self.folder)
-        url = self.urls[shard]
-        if not self.versions[shard].bytes:
+        url, known = self.urls[shard], self.shards[shard]
+        if not known.bytes:
             try:
-                self.versions[shard] = read_version(url, self.settings)
+                version = read_version(url, self.settings)
             except StoreError as error:
                 raise DataError(
-                    f"the size of shard {self.names[shard]} cannot be read from {describe(url)}: {error}"
+                    f"the size of shard {known.name} cannot be read from {describe(url)}: {error}"
                 ) from None
+            known = self.shards[shard] = known._replace(**version._asdict())
         # The version is part of the key, so that a shard that was replaced and indexed again gets a new file. The name
         # is a hash because the URL may contain secrets.
-        size, tag = self.versions[shard]
-        key = hashlib.sha256(f"{size} {tag} {url}".encode()).hexdigest()
+        key = hashlib.sha256(f"{known.bytes} {known.tag} {url}".encode()).hexdigest()
         return self.folder / f"{key}.shard"
 
     def _fetch(self, shard: int, path: Path, ahead: bool = False) -> None:
@@ -172,12 +169,12 @@ class ShardCache:
             try:
                 file.truncate(0)
                 os.fchmod(file.fileno(), _PREFETCHED if ahead else _OPENED)
-                size = self.versions[shard].bytes
+                name, _, size, _ = self.shards[shard]
                 while not self._make_room(file, size, ahead):
                     progress.add()
                     os.utime(file.fileno())
                     time.sleep(_POLL_S)
-                fetch(self.urls[shard], self.names[shard], file, settings, size)
+                fetch(self.urls[shard], name, file, settings, size)
                 os.fsync(file.fileno())
                 partial.rename(path)
             except BaseException:

@@ -20,13 +20,13 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import PIPE, RemoteSettings
-from disco_ds.data.errors import CacheFullError, DataError
+from disco_ds.data.errors import DataError
 from disco_ds.data.remote.cache import ShardCache
 from disco_ds.data.remote.fetching import (
     BUCKETS,
@@ -64,7 +64,7 @@ def index_shards(
     """Count the samples of every .tar in a folder, or of the listed shards.
 
     A truncated shard is counted up to its last complete sample. Data after a tar's end mark is not counted. A warning
-    is logged in both cases. Remote shards without a published count are fetched, and kept in the cache if it has room.
+    is logged in both cases. Remote shards without a published count are fetched into the cache.
 
     Args:
         where: The folder or the listing.
@@ -306,7 +306,7 @@ def _count(
 def _open(
     folder: Path, name: str, version: Version, url: str | None, remote: RemoteSettings
 ) -> Any:
-    """Open a shard for counting. A remote shard is fetched into the cache if it fits, or else into a temporary file.
+    """Open a shard for counting. A remote shard is fetched into the cache, or a command's into a temporary file.
 
     Raises:
         DataError: If a remote shard cannot be fetched.
@@ -316,8 +316,7 @@ def _open(
         # Unbuffered: the scan skips from header to header, much further than a buffer would reach.
         return open(folder / name, "rb", buffering=0)
     if version.bytes:
-        with suppress(CacheFullError, OSError):
-            return ShardCache([url], [name], [version], remote).open(0)
+        return ShardCache([url], [Shard(name, 0, *version)], remote).open(0)
     return fetch_temporary(url, name, remote)
 
 

@@ -26,7 +26,6 @@ from functools import cached_property
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from braceexpand import braceexpand
 
@@ -36,8 +35,8 @@ from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.config.text_file import read_text, write_text
 from disco_ds.data.order import estimate_open_shards
 from disco_ds.data.remote.cache import ShardCache
-from disco_ds.data.remote.fetching import BUCKETS, Version, list_objects
-from disco_ds.data.sources.base import Source, digest
+from disco_ds.data.remote.fetching import BUCKETS, list_objects
+from disco_ds.data.sources.base import Shard, Source, digest
 from disco_ds.data.sources.tar import TarReader
 from disco_ds.names import plural, shorten
 
@@ -274,19 +273,6 @@ def resolve_shards(text: str) -> Path:
     return Path(text).expanduser()
 
 
-# A tuple, because a data worker would take twice as long to unpickle 140,000 dataclass objects.
-class Shard(NamedTuple):
-    """A tar file and its number of samples."""
-
-    name: str
-    samples: int
-    """Number of complete samples; 0 also if samples are not counted (data.index=none)."""
-    bytes: int
-    """Size in bytes; 0 if unknown."""
-    tag: str = ""
-    """ETag or time of the last modification when the shard was counted; "" if unknown."""
-
-
 @dataclass(frozen=True)
 class Manifest(Source):
     """Tar shards, local or remote."""
@@ -328,9 +314,7 @@ class Manifest(Source):
         return self._open_cache().fetch_ahead if self.urls else None
 
     def _open_cache(self) -> ShardCache:
-        names = [shard.name for shard in self.shards]
-        versions = [Version(shard.bytes, shard.tag) for shard in self.shards]
-        return ShardCache(self.urls, names, versions, self.remote)
+        return ShardCache(self.urls, list(self.shards), self.remote)
 
     def label(self, shard: int, entry: int) -> str:
         """Return a name for a sample without reading anything."""
