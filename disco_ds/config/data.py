@@ -13,9 +13,8 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, mod
 from disco_ds.config.settings import PositiveCount, Settings, Tree
 from disco_ds.names import CUSTOM_CODE
 
-LEAST_CACHE_GB = 100.0
-"""Default size limit of the cache for remote shards, in units of 1e9 bytes. The limit is raised if the
-shards that are read at the same time need more space, and lowered if the disk has less free space."""
+DEFAULT_CACHE_GB = 200.0
+"""Default size limit of the cache for remote shards, in units of 1e9 bytes."""
 
 PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
@@ -84,9 +83,8 @@ class RemoteSettings(Settings):
     the space. No other files in the folder are touched."""
     cache_gb: PositiveFloat | None = None
     """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
-    90% of the disk space that is free or already used by the cache. Null: enough for all shards that
-    the host's slots (see data.slots) read or prefetch at the same time, but at least 100. If the shards that are
-    read at the same time do not fit into the cache, the run refuses to start."""
+    90% of the disk space that is free or already used by the cache. Null: 200. If the shards that the host's slots
+    (see data.slots) read and prefetch at the same time do not fit into the cache, the run refuses to start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
     """Number of shards that each slot (see data.slots) fetches from each source before they are needed, as long as
     the cache has room. Shards that a slot shuffles together are fetched together, even if there are more

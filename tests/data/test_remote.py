@@ -17,7 +17,7 @@ from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest, Shard, load_sources, merge_states
 from disco_ds.data.remote.cache import ShardCache, find_limit
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.load import count_slots, fit_cache
+from disco_ds.data.sources.load import check_cache, count_slots
 from disco_ds.data.sources.shards import find_shards
 from helpers.remote import ALL, fetching
 from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
@@ -244,43 +244,22 @@ def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: in
     return fetched / (sum(sizes.values()) / size)
 
 
-def set_default_room(monkeypatch: pytest.MonkeyPatch, shard_bytes: float) -> None:
-    """Make the default cache smaller than one shard per slot, as for 512 slots of LAION-400M in 100 GB."""
-    monkeypatch.setattr(
-        "disco_ds.data.remote.cache.LEAST_CACHE_GB", 0.8 * SLOTS * shard_bytes / 1e9
-    )
-
-
 @pytest.mark.parametrize(
     ("size", "workers"), [(1, 0), pytest.param(1, 8, marks=pytest.mark.slow), (4, 1)]
 )
-def test_default_cache_holds_the_shards_in_use(
-    many: tuple[Manifest, Server],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    workers: int,
+def test_cache_that_is_too_small_is_refused_and_the_size_named_holds_the_shards_in_use(
+    many: tuple[Manifest, Server], tmp_path: Path, size: int, workers: int
 ) -> None:
-    set_default_room(monkeypatch, many[0].shards[0].bytes)
-    data = name_many(many, tmp_path, workers=workers, remote={"prefetch_shards": int(workers > 0)})
-    # The shards that are prefetched at the end have not been read yet: one for each slot.
-    ahead = SLOTS / NUM_SHARDS if workers else 0
-    assert fetched_per_used(many, data, size) < 1.1 + ahead
-
-
-def test_cache_that_is_too_small_is_refused_and_the_numbers_named_work(
-    many: tuple[Manifest, Server], tmp_path: Path
-) -> None:
-    cache_gb = 1.2 * SLOTS * many[0].shards[0].bytes / 1e9
-    small = {"cache_gb": cache_gb}
-    with pytest.raises(ValueError, match=r"8 slots .* \S+ GB") as refused:
-        make_loader(None, name_many(many, tmp_path, remote=small), batch=BATCH)
+    ahead = int(workers > 0)
+    small = {"cache_gb": many[0].shards[0].bytes / 1e9, "prefetch_shards": ahead}
+    data = name_many(many, tmp_path, workers=workers, remote=small)
+    with pytest.raises(ValueError, match=rf"the {SLOTS // size} slots .* \S+ GB") as refused:
+        make_loader(None, data, 0, size, BATCH, ranks_here=1)
     enough = float(re.findall(r"cache_gb=([\d.e-]+)", str(refused.value))[0])
-    assert cache_gb < enough
-    assert fetched_per_used(many, name_many(many, tmp_path / "a", slots=4, remote=small)) < 1.1
-    assert (
-        fetched_per_used(many, name_many(many, tmp_path / "b", remote={"cache_gb": enough})) < 1.1
-    )
+    remote = {**small, "cache_gb": enough}
+    data = name_many(many, tmp_path, workers=workers, remote=remote)
+    # The shards that are prefetched at the end have not been read yet: one for each slot.
+    assert fetched_per_used(many, data, size) < 1.1 + ahead * SLOTS / NUM_SHARDS
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
@@ -301,49 +280,32 @@ LAION, DATACOMP = (41_455, 0.24), (140_000, 0.352)
 
 
 @pytest.mark.parametrize(
-    ("shape", "slots", "one_host_gb", "eight_hosts_gb"),
-    [(LAION, 256, 184.3, 100), (DATACOMP, 128, 135.2, 100)],
+    ("shape", "slots", "needed_gb"), [(LAION, 256, 184.32), (DATACOMP, 128, 135.168)]
 )
-def test_default_slots_and_cache_follow_the_data_set(
+def test_default_slots_fit_into_the_default_cache_unless_the_disk_is_small(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     shape: tuple[int, float],
     slots: int,
-    one_host_gb: float,
-    eight_hosts_gb: float,
+    needed_gb: float,
 ) -> None:
-    set_free(monkeypatch, 1e12)
-    data = settings(window=4096, remote={"cache": tmp_path})
-    source = sized(*shape)
+    data, source = settings(window=4096, remote={"cache": tmp_path}), sized(*shape)
     assert count_slots(data, [source], 64) == slots
     assert count_slots(data, [sized(*shape, remote=False)], 64) == 512
     assert count_slots(data, [sized(1000, shape[1] / 10)], 64) == 512
-    for ranks, gb in ((8, one_host_gb), (64, eight_hosts_gb)):
-        (found,) = fit_cache(data, [source], slots, ranks, 8)
-        assert isinstance(found, Manifest)
-        assert found.remote.cache_gb == pytest.approx(gb, rel=1e-3)
-
-
-def test_default_cache_takes_no_more_than_its_disk_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    data, source = settings(window=4096, remote={"cache": tmp_path}), sized(*LAION)
-    set_free(monkeypatch, 150e9)
-    (found,) = fit_cache(data, [source], 256, 8, 8)
-    assert isinstance(found, Manifest)
-    assert found.remote.cache_gb == pytest.approx(135)
+    set_free(monkeypatch, 1e12)
+    check_cache(data, [source], slots, 8, 8)
     set_free(monkeypatch, 100e9)
     with pytest.raises(
-        ValueError,
-        match=r"256 slots .* 122.88 GB .* 90 GB; .*cache_gb=122.88 ",
+        ValueError, match=rf"{slots} slots .* {needed_gb} GB .* 90 GB; .*cache_gb={needed_gb} "
     ):
-        fit_cache(data, [source], 256, 8, 8)
-    set_free(monkeypatch, 4e9)
+        check_cache(data, [source], slots, 8, 8)
+    check_cache(data, [source], slots, 64, 8)
     # Space that the cache already uses counts as free.
     folder = ShardCache([], [], data.remote).folder
     folder.mkdir()
     (folder / f"{0:064d}.shard").write_bytes(bytes(2**20))
-    assert find_limit(data.remote) == int(0.9 * (4e9 + 2**20))
+    assert find_limit(data.remote) == int(0.9 * (100e9 + 2**20))
 
 
 def test_resumed_run_keeps_its_slots_and_refuses_another_window(

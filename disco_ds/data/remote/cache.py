@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
+from disco_ds.config.data import DEFAULT_CACHE_GB, RemoteSettings
 from disco_ds.data.errors import CacheFullError, DataError
 from disco_ds.data.order import Cursor, Mixture
 from disco_ds.data.remote.fetching import (
@@ -44,9 +44,6 @@ _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 DISK_SHARE = 0.9
 """The cache uses at most this fraction of the disk space that is free or already used by the cache."""
 _POLL_S = 0.05
-
-# The mode of a file shows all processes whether the shard was prefetched but has not been opened yet.
-_PREFETCHED, _OPENED = 0o700, 0o600
 
 _THREADS = 2
 """Number of prefetching threads per worker. While one thread waits for an answer, the other one can receive data."""
@@ -95,7 +92,6 @@ class ShardCache:
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
             if _is_at(file, path):
-                os.fchmod(file.fileno(), _OPENED)
                 os.utime(file.fileno())
                 return file
             # The shard was evicted after it was opened and before it was locked. Try again.
@@ -106,7 +102,7 @@ class ShardCache:
 
         Raises:
             DataError: If the shard cannot be fetched.
-            CacheFullError: If making room would evict a shard that is being read or was prefetched.
+            CacheFullError: If there is no room for it.
             OSError: If the folder cannot be used.
         """
         path = self._locate(shard)
@@ -168,7 +164,6 @@ class ShardCache:
                 return
             try:
                 file.truncate(0)
-                os.fchmod(file.fileno(), _PREFETCHED if ahead else _OPENED)
                 name, _, size, _ = self.shards[shard]
                 while not self._make_room(file, size, ahead):
                     progress.add()
@@ -187,7 +182,7 @@ class ShardCache:
         Args:
             file: The file of the shard to fetch.
             need: Size of that shard in bytes.
-            ahead: Do not evict prefetched shards that have not been read.
+            ahead: Whether the shard is prefetched, so that it need not wait for room.
 
         Returns:
             Whether there is room now. If not, there may be room once shards that are being fetched can be evicted.
@@ -207,9 +202,7 @@ class ShardCache:
                 if used + need <= limit:
                     break
                 size = shards[path].st_size
-                unread = stat.S_IMODE(shards[path].st_mode) == _PREFETCHED
-                # A prefetched shard that is evicted before it is read would be fetched twice.
-                if not (ahead and unread and path.suffix == ".shard") and _evict(path):
+                if _evict(path):
                     used -= size
                 elif _is_being_fetched(path):
                     coming += size
@@ -229,13 +222,8 @@ def find_folder(settings: RemoteSettings) -> Path:
     return settings.cache.expanduser() / f"disco_ds-{os.geteuid()}"
 
 
-def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
-    """Find the size limit of the cache in bytes: data.remote.cache_gb, or less if its disk is nearly full.
-
-    Args:
-        settings: Settings of remote shards.
-        wanted_bytes: The limit if data.remote.cache_gb is not set. A value below LEAST_CACHE_GB is raised to it.
-    """
+def find_limit(settings: RemoteSettings) -> int:
+    """Find the size limit of the cache in bytes: data.remote.cache_gb, or less if its disk is nearly full."""
     folder = find_folder(settings)
     existing = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
     room = shutil.disk_usage(existing).free
@@ -243,8 +231,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
     with suppress(OSError):
         # Count allocated blocks, because a file being fetched is extended before its content arrives.
         room += sum(512 * status.st_blocks for status in _list_shards(folder).values())
-    limit_gb = settings.cache_gb or max(wanted_bytes / 1e9, LEAST_CACHE_GB)
-    return int(min(1e9 * limit_gb, DISK_SHARE * room))
+    return int(min(1e9 * (settings.cache_gb or DEFAULT_CACHE_GB), DISK_SHARE * room))
 
 
 def _list_shards(folder: Path) -> dict[Path, os.stat_result]:

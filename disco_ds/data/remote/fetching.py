@@ -34,7 +34,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
+from disco_ds.config.data import DEFAULT_CACHE_GB, PIPE, RemoteSettings
 from disco_ds.config.secrets import expand
 from disco_ds.data.errors import DataError
 
@@ -116,7 +116,7 @@ def fetch(
     Raises:
         DataError: If all attempts fail. The message contains the URL, without secrets, and the last failure.
     """
-    limit_gb = settings.cache_gb or LEAST_CACHE_GB
+    limit_gb = settings.cache_gb or DEFAULT_CACHE_GB
 
     def attempt() -> None:
         # Other processes may be waiting for this file. The new file time shows them that the download is still running.

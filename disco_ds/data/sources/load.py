@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
 from disco_ds.data.order import (
@@ -158,12 +157,12 @@ def count_slots(
     )
 
 
-def fit_cache(
+def check_cache(
     settings: DataSettings, sources: Sequence[Source], num_slots: int, ranks: int, ranks_here: int
-) -> list[Source]:
-    """Set the size limit of this host's cache.
+) -> None:
+    """Check that this host's cache can contain the remote shards that its slots read and prefetch at a time.
 
-    If it were smaller than the shards that are read at a time, a whole shard would be fetched for nearly every sample.
+    If it could not, a whole shard would be fetched for nearly every sample.
 
     Args:
         settings: Settings of the data.
@@ -172,29 +171,22 @@ def fit_cache(
         ranks: Number of ranks on all hosts.
         ranks_here: Number of ranks on this host.
 
-    Returns:
-        The sources, with the limit set.
-
     Raises:
-        ValueError: If the cache cannot contain the shards that are read at a time.
+        ValueError: If the shards do not fit. The message suggests settings.
     """
     slots_here = num_slots * ranks_here // ranks
-    used = sum_bytes(settings, sources, slots_here)
-    if not used:
-        return list(sources)
-    limit = find_limit(settings.remote, sum_bytes(settings, sources, slots_here, prefetch=True))
-    if used > limit:
+    needed = sum_bytes(settings, sources, slots_here, prefetch=True)
+    limit = find_limit(settings.remote)
+    if needed > limit:
         needed_gb = (
-            math.ceil(used / 1e6) / 1e3
+            math.ceil(needed / 1e6) / 1e3
         )  # rounded up, so that the suggestion is large enough
         raise ValueError(
-            f"the {slots_here} slots of this host read up to {needed_gb:g} GB of remote shards at a time, but the "
-            f"cache in {settings.remote.cache} has room for only {limit / 1e9:.4g} GB; set "
-            f"data.remote.cache_gb={needed_gb:g} (at most {DISK_SHARE:.0%} of the disk space) or, for a new run, lower "
-            f"data.slots ({num_slots})"
+            f"the {slots_here} slots of this host read and prefetch up to {needed_gb:g} GB of remote shards at a time, "
+            f"but the cache in {settings.remote.cache} has room for only {limit / 1e9:.4g} GB; set "
+            f"data.remote.cache_gb={needed_gb:g} (at most {DISK_SHARE:.0%} of the disk space), or "
+            f"data.remote.prefetch_shards=0 or, for a new run, fewer data.slots than {num_slots}"
         )
-    remote = settings.remote.model_copy(update={"cache_gb": limit / 1e9})
-    return [replace(source, remote=remote) if _is_remote(source) else source for source in sources]
 
 
 def sum_bytes(
@@ -203,19 +195,15 @@ def sum_bytes(
     """Sum the sizes of the remote shards that `num_slots` slots read, or also prefetch, at a time."""
     total = 0.0
     for source in sources:
-        if _is_remote(source):
+        # With data.index=none, the sizes are unknown.
+        if isinstance(source, Manifest) and source.urls and source.num_samples:
             whole = sum(shard.bytes for shard in source.shards)
             num = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
-            if prefetch:
+            if prefetch and settings.remote.prefetch_shards:
                 # One shard of a slot's next window is also in its current window.
                 num += max(settings.remote.prefetch_shards, num - 1)
             total += min(whole, num * num_slots * whole / len(source.shards))
     return total
-
-
-def _is_remote(source: Source) -> TypeGuard[Manifest]:
-    """Return whether a source has remote shards of known sizes. With data.index=none, the sizes are unknown."""
-    return isinstance(source, Manifest) and bool(source.urls) and source.num_samples > 0
 
 
 def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:
