@@ -67,7 +67,6 @@ def run(options: Index) -> int:
             # --check, a remote shard is counted again unless its count is published. With --full, all are read.
             () if options.full or (options.check and is_remote) else known,
             remote,
-            published=(is_remote or not options.check) and not options.full,
             skip_missing=options.missing == "skip",
             save=None if options.check else partial(write_manifest, path=unfinished),
             whole=options.full,

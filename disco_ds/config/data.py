@@ -187,8 +187,8 @@ class SampleSettings(Settings):
     """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
     folder of the shards."""
     uids: Path | None = None
-    """File with the uids of the samples to use; samples with other uids are dropped. The file has one
-    of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
+    """File with the uids of the samples to use; samples with other uids are dropped. The file has the format of
+    DataComp's subsets: .npy with pairs of uint64.
     A sample without a field `uid` in its json member counts as broken. An epoch has as many samples as the file
     has uids."""
     transforms: FunctionName | None = None

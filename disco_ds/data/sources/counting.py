@@ -56,7 +56,6 @@ def index_shards(
     progress: Callable[[int], object] | None = None,
     known: Iterable[Shard] = (),
     remote: RemoteSettings | None = None,
-    published: bool = True,
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
     whole: bool = False,
@@ -72,10 +71,9 @@ def index_shards(
         progress: Called with the number of shards done.
         known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
         remote: How to fetch remote shards.
-        published: Whether counts that the data set publishes are used.
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
-        whole: Read all bytes of a shard, not only its headers, to find out whether the disk can read them.
+        whole: Ignore published counts, and read all bytes of a shard, to find out whether the disk can read them.
 
     Returns:
         The manifest, sorted by name.
@@ -105,7 +103,7 @@ def index_shards(
 
     try:
         uncounted: dict[str, Version] = {}
-        for name, found in _find_counts(listing, remote, published, before):
+        for name, found in _find_counts(listing, remote, not whole, before):
             if isinstance(found, Version):
                 uncounted[name] = found
             else:

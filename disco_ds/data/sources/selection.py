@@ -7,7 +7,6 @@ they would change the data order.
 
 from __future__ import annotations
 
-import importlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -164,22 +163,17 @@ def load_stages(function: str) -> tuple[Stage, ...]:
 
 
 def read_uids(path: Path) -> np.ndarray:
-    """Read the uids of a DataComp subset: an .npy file of pairs of uint64, or a .parquet file with a column `uid`.
+    """Read the uids of a DataComp subset: an .npy file of pairs of uint64.
 
     Returns:
-        Sorted uids, [n] of the type (u8, u8). A large .npy file is memory-mapped.
+        Sorted uids, [n] of the type (u8, u8). A large file is memory-mapped.
 
     Raises:
         ValueError: If the file cannot be read, has another data type, or is large and not sorted.
     """
     try:
-        if path.suffix == ".parquet":
-            parquet = importlib.import_module("pyarrow.parquet")
-            texts = parquet.read_table(path, columns=["uid"])["uid"].to_pylist()
-            uids = np.array([_parse_uid(text) for text in texts], dtype="u8,u8")
-        else:
-            uids = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        uids = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as uids: {error}") from None
     if uids.dtype != np.dtype("u8,u8"):
         raise ValueError(
@@ -187,7 +181,7 @@ def read_uids(path: Path) -> np.ndarray:
         )
     if len(uids) <= _SORTED_HERE:
         return np.sort(uids)
-    # A large .npy file is memory-mapped, and is not read whole.
+    # A large file is memory-mapped, and is not read whole.
     compared = uids[:: len(uids) // _NUM_COMPARED]
     if (np.sort(compared) != compared).any():
         raise ValueError(
@@ -198,9 +192,6 @@ def read_uids(path: Path) -> np.ndarray:
 
 def count_uids(path: Path) -> int:
     """Return the number of uids in a file that read_uids can read."""
-    if path.suffix == ".parquet":
-        count: int = importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
-        return count
     return len(np.load(path, mmap_mode="r"))
 
 
