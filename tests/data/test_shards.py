@@ -46,7 +46,7 @@ def test_samples_are_those_of_webdataset(tmp_path: Path, form: int) -> None:
     with open(path, "rb") as file:
         samples = list(group_by_keys(tar_file_expander([{"url": "0.tar", "stream": file}])))
     expected = [{key: data for key, data in sample.items() if key[0] != "_"} for sample in samples]
-    reader = TarReader(tmp_path, ["0.tar"], 1)
+    reader = TarReader(tmp_path, [Shard("0.tar", 0, 0)], 1)
     assert index_shards(tmp_path).sizes == [len(expected)]
     assert [reader.read(0, entry) for entry in range(len(expected))] == expected
     assert [reader.name(0, entry) for entry in range(len(expected))] == [
@@ -60,7 +60,7 @@ def test_repeated_extension_begins_a_new_sample(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("a.txt", b"4")]
     )
-    reader = TarReader(tmp_path, ["0.tar"], 1)
+    reader = TarReader(tmp_path, [Shard("0.tar", 0, 0)], 1)
     assert [reader.read(0, entry)["jpg"] for entry in range(2)] == [b"1", b"3"]
     reader.close()
 
@@ -109,7 +109,7 @@ def test_shard_with_another_count_is_named_and_its_absent_entries_are_no_damage(
     tmp_path: Path,
 ) -> None:
     write_shards(tmp_path, [3])
-    reader = TarReader(tmp_path, ["00000.tar"], 1, sizes=[4])
+    reader = TarReader(tmp_path, [Shard("00000.tar", 4, 0)], 1)
     with (
         pytest.warns(UserWarning, match=r"00000.tar has 3 samples, but the manifest says 4"),
         pytest.raises(DroppedSample, match="3 samples"),
@@ -125,7 +125,7 @@ def test_shard_with_another_count_is_named_and_its_absent_entries_are_no_damage(
 
 def test_reader_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
     write_shards(tmp_path, [2] * 70)
-    reader = TarReader(tmp_path, [f"{i:05d}.tar" for i in range(70)], 5)
+    reader = TarReader(tmp_path, [Shard(f"{i:05d}.tar", 2, 0) for i in range(70)], 5)
     for _ in range(2):
         assert [reader.read(shard, 1)["txt"] for shard in range(70)] == [
             b"%d" % (2 * i + 1) for i in range(70)
@@ -269,7 +269,7 @@ def test_a_shard_is_read_sequentially_before_its_scan_unless_it_is_large(tmp_pat
     if not whole:
         os.truncate(path, 3 * 2**30)  # zeros after the end mark, which take no space
     file = _RecordingFile(path)
-    reader = TarReader(tmp_path, ["0.tar"], 1, lambda shard: file)
+    reader = TarReader(tmp_path, [Shard("0.tar", 0, 0)], 1, lambda shard: file)
     assert reader.read(0, 2) == {"txt": bytes(2**20)}
     reader.close()
     if whole:

@@ -298,16 +298,14 @@ class Manifest(Source):
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
         """Open the shards for reading in one process. See Source.open."""
-        names = [shard.name for shard in self.shards]
+        num_open = num_slots
         # An uncounted shard is read whole, so a slot reads one shard at a time.
-        num_open, sizes = num_slots, None
         if self.num_samples:
-            num_open *= estimate_open_shards(len(names), self.num_samples, window)
-            sizes = self.sizes
+            num_open *= estimate_open_shards(len(self.shards), self.num_samples, window)
         if not self.urls:
-            return TarReader(self.folder, names, num_open, sizes=sizes)
+            return TarReader(self.folder, self.shards, num_open)
         cache = self._open_cache()
-        return TarReader(cache.folder, names, num_open, cache.open, sizes)
+        return TarReader(cache.folder, self.shards, num_open, cache.open)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, or None if the shards are local."""

@@ -32,6 +32,7 @@ from disco_ds.data.errors import (
     LostSample,
 )
 from disco_ds.data.remote.fetching import progress
+from disco_ds.data.sources.base import Shard
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
@@ -169,23 +170,20 @@ class TarReader:
 
     Args:
         folder: Folder of the shards.
-        names: The shards in the manifest's order.
+        shards: The shards in the manifest's order. The number of samples of a shard is 0 if it is unknown.
         num_indices: Maximum number of shard indices to keep; the least recently used one is dropped.
         fetch: Opens a remote shard by its number; None if the shards are in the folder.
-        sizes: Number of samples that each shard should have, if known.
     """
 
     def __init__(
         self,
         folder: Path,
-        names: list[str],
+        shards: Sequence[Shard],
         num_indices: int,
         fetch: Callable[[int], BinaryIO] | None = None,
-        sizes: Sequence[int] | None = None,
     ) -> None:
-        self._sizes = sizes
         self._folder = folder
-        self._names = names
+        self._shards = shards
         self._open = fetch or self._open_local
         # Remote shards stay open as long as their index is kept: an open shard is locked against eviction.
         self._num_files = _FILES_KEPT if fetch is None else num_indices
@@ -226,7 +224,7 @@ class TarReader:
             if shard in self._files:  # a later attempt must not use a stale handle
                 self._files.pop(shard).close()
             # The error of a read does not name the file.
-            path = str(self._folder / self._names[shard])
+            path = str(self._folder / self._shards[shard].name)
             raise OSError(error.errno, error.strerror, path) from None
 
     def count(self, shard: int) -> int:
@@ -242,7 +240,7 @@ class TarReader:
             with suppress(tarfile.ReadError, StopIteration):
                 member = next(_walk(self._file(shard), index.headers[entry]))
                 key, _ = split_name(member.name) or (key, "")
-        return f"{self._names[shard]}/{key}"
+        return f"{self._shards[shard].name}/{key}"
 
     def close(self) -> None:
         """Close all files."""
@@ -258,17 +256,16 @@ class TarReader:
             while file.read(_BLOCK):
                 progress.add()
         index = TarIndex(file)
-        name, count = self._names[shard], len(index)
-        if self._sizes is None:
-            if index.truncated is not None:
-                warnings.warn(
-                    f"shard {name} is truncated after {count:,} samples: {index.truncated}",
-                    stacklevel=2,
-                )
-        elif count != self._sizes[shard] and index.truncated is None:
+        name, expected, *_ = self._shards[shard]
+        if index.truncated is not None and not expected:
             warnings.warn(
-                f"shard {name} has {count:,} samples, but the manifest says {self._sizes[shard]:,}; remove the "
-                "manifest and any wrong sizes.json or stats file, and run disco-ds index again",
+                f"shard {name} is truncated after {len(index):,} samples: {index.truncated}",
+                stacklevel=2,
+            )
+        if index.truncated is None and expected not in (0, len(index)):
+            warnings.warn(
+                f"shard {name} has {len(index):,} samples, but the manifest says {expected:,}; remove the manifest and "
+                "any wrong sizes.json or stats file, and run disco-ds index again",
                 stacklevel=2,
             )
         return index
@@ -297,7 +294,7 @@ class TarReader:
 
     def _open_local(self, shard: int) -> BinaryIO:
         # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
-        return open(self._folder / self._names[shard], "rb", buffering=0)
+        return open(self._folder / self._shards[shard].name, "rb", buffering=0)
 
 
 def _read_member(file: BinaryIO, extension: str, offset: int, size: int) -> bytes:
