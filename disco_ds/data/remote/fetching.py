@@ -348,14 +348,14 @@ def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | N
     )
 
 
-def describe(place: str) -> str:
+def describe(location: str) -> str:
     """Return a path or URL for messages, without user, password and query.
 
     A `pipe:` command is not shown at all, because any part of it may be secret.
     """
-    if place.startswith(PIPE):
+    if location.startswith(PIPE):
         return "its pipe: command"
-    shown = re.sub("(?<=://)[^/]*@", "", place)
+    shown = re.sub("(?<=://)[^/]*@", "", location)
     return re.sub("[?#].*", "", shown) if shown.startswith("http") else shown
 
 

@@ -103,11 +103,11 @@ def index_shards(
 
     try:
         uncounted: dict[str, Version] = {}
-        for name, found in _find_counts(listing, remote, not whole, before):
-            if isinstance(found, Version):
-                uncounted[name] = found
+        for name, result in _find_counts(listing, remote, not whole, before):
+            if isinstance(result, Version):
+                uncounted[name] = result
             else:
-                record(name, found)
+                record(name, result)
         tasks = [
             (name, uncounted[name], listing.urls.get(name))
             for name in listing.names
@@ -173,8 +173,10 @@ def _find_counts(
     Raises:
         ValueError: If a bucket cannot be listed.
     """
-    places = listing.urls or {name: str(listing.folder / name) for name in listing.names}
-    folders = {place.rpartition("/")[0] for place in places.values() if _has_neighbors(place)}
+    locations = listing.urls or {name: str(listing.folder / name) for name in listing.names}
+    folders = {
+        location.rpartition("/")[0] for location in locations.values() if _has_neighbors(location)
+    }
     listed: dict[str, Version] = {}
     for folder in sorted(folders):
         if folder.startswith(BUCKETS):
@@ -186,9 +188,9 @@ def _find_counts(
     }
 
     def find(name: str) -> tuple[str, Shard | Version | Exception]:
-        place = places[name]
+        location = locations[name]
         try:
-            version = _find_version(place, listed, remote)
+            version = _find_version(location, listed, remote)
         except (StoreError, OSError) as error:
             return name, error
         # A shard with 0 samples may have been missing, so it is counted again.
@@ -201,11 +203,11 @@ def _find_counts(
         ):
             return name, shard._replace(tag=version.tag)
         samples = None
-        if published and _has_neighbors(place):
-            folder, _, base = place.rpartition("/")
+        if published and _has_neighbors(location):
+            folder, _, base = location.rpartition("/")
             samples = tables[folder].get(base)
             if samples is None:
-                stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
+                stats = _read_json(f"{location.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
         # A sample has at least one member, and its header and data take at least 1,024 bytes.
         if type(samples) is int and 0 <= samples <= version.bytes // 1024:
@@ -220,12 +222,12 @@ def _find_counts(
             pool.shutdown(cancel_futures=True)
 
 
-def _has_neighbors(place: str) -> bool:
+def _has_neighbors(location: str) -> bool:
     """Return whether other files next to a shard can be read, unlike those of a command or a signed URL."""
-    return not (place.startswith(PIPE) or (place.startswith("http") and "?" in place))
+    return not (location.startswith(PIPE) or (location.startswith("http") and "?" in location))
 
 
-def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSettings) -> Version:
+def _find_version(location: str, listed: Mapping[str, Version], remote: RemoteSettings) -> Version:
     """Return the version of a shard.
 
     Raises:
@@ -233,33 +235,35 @@ def _find_version(place: str, listed: Mapping[str, Version], remote: RemoteSetti
         StoreError: If the server does not return the version.
         OSError: If the shard is local and is not a regular file, or if its status cannot be read.
     """
-    if place.startswith(PIPE):
+    if location.startswith(PIPE):
         return Version(0, "")
-    if place.startswith(BUCKETS):
-        if place not in listed:
-            raise FileNotFoundError(place)
-        return listed[place]
-    if "://" in place:
-        return read_version(place, remote)
-    status = os.stat(place)
+    if location.startswith(BUCKETS):
+        if location not in listed:
+            raise FileNotFoundError(location)
+        return listed[location]
+    if "://" in location:
+        return read_version(location, remote)
+    status = os.stat(location)
     if not stat.S_ISREG(status.st_mode):  # opening a named pipe might block
-        raise OSError(errno.EINVAL, "not a regular file", place)
+        raise OSError(errno.EINVAL, "not a regular file", location)
     return Version(status.st_size, str(status.st_mtime_ns))
 
 
 def _read_json(
-    place: str, listed: Mapping[str, Version], remote: RemoteSettings
+    location: str, listed: Mapping[str, Version], remote: RemoteSettings
 ) -> Mapping[str, Any]:
     """Return the content of a JSON file, or {} if the file does not exist or has no usable content."""
-    if place.startswith(BUCKETS) and place not in listed:
+    if location.startswith(BUCKETS) and location not in listed:
         return {}
     try:
-        content = read_object(place, remote) if "://" in place else Path(place).read_bytes()
+        content = (
+            read_object(location, remote) if "://" in location else Path(location).read_bytes()
+        )
         tree = json.loads(content)
     except FileNotFoundError:
         return {}
     except (StoreError, OSError, ValueError) as error:
-        logger.warning("%s is ignored: %s", describe(place), error)
+        logger.warning("%s is ignored: %s", describe(location), error)
         return {}
     return tree if isinstance(tree, dict) else {}
 

@@ -48,17 +48,17 @@ def load_sources(settings: DataSettings) -> list[Source]:
             if a class cannot be imported or constructed. The message begins with the setting of the source, such as
             data.shards.
     """
-    found = []
+    sources: list[Source] = []
     for number, part in enumerate(settings.parts):
         try:
-            found.append(_load(part, settings))
+            sources.append(_load(part, settings))
             # Load the selection only to report errors in it before anything else is built. The workers load it again.
             Selection.load(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
             where = f"data.sources[{number}]" if settings.parts is settings.sources else key
             raise ValueError(f"{where}: {error}") from None
-    return found
+    return sources
 
 
 def _load(part: SampleSettings, settings: DataSettings) -> Source:

@@ -118,17 +118,17 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
     if not (is_remote(text) or text.endswith(".tar") or "{" in text or "*" in text):
         return list_folder(resolve_shards(text))
     start = _find_start(text)
-    places = _expand(text, _cut(text.removeprefix(start), text))
+    locations = _expand(text, _cut(text.removeprefix(start), text))
     if "*" in text and not text.startswith(PIPE):
         # In the patterns, only * is special.
-        patterns = [re.sub(r"[?[]", r"[\g<0>]", place) for place in places]
+        patterns = [re.sub(r"[?[]", r"[\g<0>]", location) for location in locations]
         if is_remote(text):
-            places = _match_remote(patterns, start, remote, known)
+            locations = _match_remote(patterns, start, remote, known)
         else:
-            places = sorted({path for pattern in patterns for path in glob(pattern)})
-        if not places:
+            locations = sorted({path for pattern in patterns for path in glob(pattern)})
+        if not locations:
             raise ValueError(f"no shard matches {text}")
-    return _make_listing(places, start)
+    return _make_listing(locations, start)
 
 
 def list_folder(folder: Path) -> Listing:
@@ -154,16 +154,16 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
     lines = [
         os.path.expanduser(line.strip()) for line in read_text(path, "list of shards").split("\n")
     ]
-    places = [line for line in lines if line and not line.startswith("#")]
-    for place in places:
-        refuse_remote(place, remote)
-    if len({is_remote(place) for place in places}) != 1 or any(
-        place.startswith(PIPE) for place in places
+    locations = [line for line in lines if line and not line.startswith("#")]
+    for location in locations:
+        refuse_remote(location, remote)
+    if len({is_remote(location) for location in locations}) != 1 or any(
+        location.startswith(PIPE) for location in locations
     ):
         raise ValueError(f"{path} must list either local shards or URLs, one per line")
-    start = os.path.commonprefix([_cut(place, place) for place in places])  # noqa: RUF071 - cut after a slash below
+    start = os.path.commonprefix([_cut(location, location) for location in locations])  # noqa: RUF071 - cut after a slash below
     # Relative paths are relative to the file, so that it can be moved together with the shards.
-    return _make_listing(places, start[: start.rfind("/") + 1], path.parent)
+    return _make_listing(locations, start[: start.rfind("/") + 1], path.parent)
 
 
 def _find_start(text: str) -> str:
@@ -185,9 +185,9 @@ def _find_start(text: str) -> str:
     return text[: max(map(before.rfind, separators)) + 1]
 
 
-def _cut(name: str, place: str) -> str:
-    """Remove what follows the name of a shard in the URL or command `place`. It may be secret."""
-    after_name = _AFTER_NAME.get(place.partition(":")[0])
+def _cut(name: str, location: str) -> str:
+    """Remove what follows the name of a shard in the URL or command `location`. It may be secret."""
+    after_name = _AFTER_NAME.get(location.partition(":")[0])
     return re.split(after_name, name, maxsplit=1)[0] if after_name else name
 
 
@@ -205,14 +205,14 @@ def _expand(text: str, name: str) -> list[str]:
     try:
         # The range of a brace is expanded at once, but combinations of several braces are not.
         expanded = braceexpand(text, escape=False) if max(sizes, default=0) < _MAX_SHARDS else ()
-        places = list(islice(expanded, _MAX_SHARDS + 1))
+        locations = list(islice(expanded, _MAX_SHARDS + 1))
     except (ValueError, RecursionError):
         raise ValueError(f"the braces in {shorten(name)} are not balanced") from None
-    if not 0 < len(places) <= _MAX_SHARDS:
+    if not 0 < len(locations) <= _MAX_SHARDS:
         raise ValueError(
             f"the braces in {shorten(name)} expand to more than {_MAX_SHARDS:,} shards; check their ranges"
         )
-    return places
+    return locations
 
 
 def _match_remote(
@@ -239,12 +239,12 @@ def _match_remote(
     ]
 
 
-def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> Listing:
+def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -> Listing:
     """Return a listing of shards.
 
     Args:
-        places: Local paths, or URLs and commands. All of them begin with `start`.
-        start: The part of each place before the name of the shard.
+        locations: Local paths, or URLs and commands. All of them begin with `start`.
+        start: The part of each location before the name of the shard.
         base: Folder to which local paths are relative.
 
     Raises:
@@ -253,15 +253,15 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
     urls: dict[str, str] = {}
     names: dict[str, str] = {}
     """Shard names by path, because two paths lead to the same file if one of them contains a link."""
-    for place in places:
-        name = _cut(place.removeprefix(start), place)
-        path = name if is_remote(place) else os.path.realpath(base / place)
+    for location in locations:
+        name = _cut(location.removeprefix(start), location)
+        path = name if is_remote(location) else os.path.realpath(base / location)
         if path in names:
             raise ValueError(f"the shard {name} is named twice, the first time as {names[path]}")
         names[path] = name
-        urls[name] = place
+        urls[name] = location
     sorted_names = tuple(sorted(urls))
-    if is_remote(place):
+    if is_remote(location):
         return Listing(Path(), sorted_names, {name: urls[name] for name in sorted_names})
     return Listing(base / start, sorted_names)
 
