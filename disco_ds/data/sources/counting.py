@@ -39,11 +39,12 @@ from disco_ds.data.remote.fetching import (
     read_version,
 )
 from disco_ds.data.sources.shards import Listing, Manifest, Shard, list_folder, some
-from disco_ds.data.sources.tar import TarIndex, has_data_after_end
+from disco_ds.data.sources.tar import TarIndex
 from disco_ds.names import plural
 
 _SAVE_S = 10.0
 _BLOCK = 2**20
+"""Size in bytes of a read. Data after a tar's end mark is searched for in so many bytes."""
 _REQUESTS = 32
 """Maximum number of concurrent requests."""
 
@@ -293,11 +294,13 @@ def _count(
             if index.truncated is not None:
                 state = "is truncated" if len(index) else "cannot be read as a tar"
                 problem = f"{state}: {index.truncated}"
-            elif has_data_after_end(file, index):
-                problem = (
-                    f"has data after its end mark at byte {index.end:,}, because a header was lost or tars were "
-                    "concatenated; the data is ignored, so write the shard again"
-                )
+            else:
+                file.seek(index.end)
+                if any(file.read(_BLOCK)):
+                    problem = (
+                        f"has data after its end mark at byte {index.end:,}, because a header was lost or tars were "
+                        "concatenated; the data is ignored, so write the shard again"
+                    )
             if problem:
                 problem += f"; counted {plural(len(index), 'sample')}"
     except (DataError, OSError) as error:

@@ -41,8 +41,6 @@ _MAX_HEADER = 2**16
 has at most 4,096 bytes."""
 _FILES_KEPT = 64
 """Maximum number of local shards that stay open."""
-_SEARCHED_BYTES = 2**20
-"""Data after a tar's end mark is searched for in this many bytes, counted from the start of the end mark."""
 _MAX_READ_AHEAD = 2 * 2**30
 """Shards with more bytes are not read whole before the scan, because the page cache might not keep them for long."""
 _BLOCK = 2**20
@@ -106,12 +104,6 @@ def split_name(path: str) -> tuple[str, str] | None:
     folder, slash, name = path.rpartition("/")
     stem, dot, extension = name.partition(".")
     return (folder + slash + stem, extension) if stem and dot else None
-
-
-def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
-    """Return whether a complete tar has nonzero bytes within _SEARCHED_BYTES after the start of its end mark."""
-    file.seek(index.end)
-    return any(file.read(_SEARCHED_BYTES))
 
 
 class _Headers(io.FileIO):
