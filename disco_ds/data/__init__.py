@@ -3,8 +3,7 @@
 The order of the samples depends only on the seed, the sources and the settings.
 
     order.py                          the order in which samples are read
-    sources                           where samples come from
-    remote                            fetching and caching of remote shards
+    sources                           where samples come from, and how remote shards are fetched and cached
     captions.py, images.py, stored.py caption, pixels and stored embeddings of a sample
     samples.py                        a sample as named arrays, and how it is prepared
     worker.py, feed.py, loader.py     worker processes, the copy to the device, and the loader of a rank

@@ -36,9 +36,9 @@ from disco_ds.data.batches import (
 from disco_ds.data.errors import DataError
 from disco_ds.data.feed import DeviceCopy, Feed
 from disco_ds.data.order import Cursor
-from disco_ds.data.remote.cache import FetchAhead
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
+from disco_ds.data.sources.cache import FetchAhead
 from disco_ds.data.sources.load import check_cache, count_epoch, count_slots, fingerprint, mix
 from disco_ds.data.worker import InProcess, Worker, WorkerSpec, describe_error
 

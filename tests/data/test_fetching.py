@@ -13,8 +13,8 @@ import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, Shard, load_sources
-from disco_ds.data.remote.cache import ShardCache
-from disco_ds.data.remote.fetching import describe, fetch_temporary, read_version
+from disco_ds.data.sources.cache import ShardCache
+from disco_ds.data.sources.fetching import describe, fetch_temporary, read_version
 from disco_ds.data.sources.shards import find_shards
 from helpers.machine import many_open_files
 from helpers.remote import ALL, fetching, open_cache, remote

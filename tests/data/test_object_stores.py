@@ -10,7 +10,7 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.data import load_sources
-from disco_ds.data.remote import fetching
+from disco_ds.data.sources import fetching
 from helpers.object_store import KEY, SECRET, Proxy, serve_rclone
 from helpers.remote import remote
 from helpers.shards import read_global, settings, write_shards

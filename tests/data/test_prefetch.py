@@ -16,8 +16,8 @@ import pytest
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import DataError, Manifest
 from disco_ds.data.order import DataOrder, mix_sources
-from disco_ds.data.remote.cache import FetchAhead
-from disco_ds.data.remote.fetching import fetch_temporary, progress
+from disco_ds.data.sources.cache import FetchAhead
+from disco_ds.data.sources.fetching import fetch_temporary, progress
 from helpers.remote import fetching, open_cache
 from helpers.shards import make_loader, read_step, settings, write_shards
 from helpers.waiting import wait_for

@@ -15,7 +15,7 @@ import pytest
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest, Shard, load_sources, merge_states
-from disco_ds.data.remote.cache import ShardCache, find_limit
+from disco_ds.data.sources.cache import ShardCache, find_limit
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.load import check_cache, count_slots
 from disco_ds.data.sources.shards import find_shards

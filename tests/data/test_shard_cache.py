@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.remote.cache import ShardCache, _evict
+from disco_ds.data.sources.cache import ShardCache, _evict
 from disco_ds.data.sources.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.remote import open_cache

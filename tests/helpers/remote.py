@@ -8,7 +8,7 @@ from typing import Any
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest
-from disco_ds.data.remote.cache import ShardCache
+from disco_ds.data.sources.cache import ShardCache
 from helpers.shards import settings
 
 ALL = "{00000..00007}.tar"

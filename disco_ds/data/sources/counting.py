@@ -27,8 +27,8 @@ from typing import Any
 
 from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.errors import DataError
-from disco_ds.data.remote.cache import ShardCache
-from disco_ds.data.remote.fetching import (
+from disco_ds.data.sources.cache import ShardCache
+from disco_ds.data.sources.fetching import (
     BUCKETS,
     StoreError,
     Version,

@@ -17,9 +17,9 @@ from disco_ds.data.order import (
     estimate_open_shards,
     mix_sources,
 )
-from disco_ds.data.remote.cache import DISK_SHARE, find_limit
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
+from disco_ds.data.sources.cache import DISK_SHARE, find_limit
 from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection, count_uids
 from disco_ds.data.sources.shards import (

@@ -34,9 +34,9 @@ from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.config.text_file import read_text, write_text
 from disco_ds.data.order import estimate_open_shards
-from disco_ds.data.remote.cache import ShardCache
-from disco_ds.data.remote.fetching import BUCKETS, list_objects
 from disco_ds.data.sources.base import Shard, Source, digest
+from disco_ds.data.sources.cache import ShardCache
+from disco_ds.data.sources.fetching import BUCKETS, list_objects
 from disco_ds.data.sources.tar import TarReader
 from disco_ds.names import plural, shorten
 

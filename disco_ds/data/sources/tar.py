@@ -31,8 +31,8 @@ from disco_ds.data.errors import (
     DroppedSample,
     LostSample,
 )
-from disco_ds.data.remote.fetching import progress
 from disco_ds.data.sources.base import Shard
+from disco_ds.data.sources.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
