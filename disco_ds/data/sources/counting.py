@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.data import PIPE, RemoteSettings
+from disco_ds.config.data import PIPE, RemoteSettings, is_remote
 from disco_ds.data.errors import DataError
+from disco_ds.data.sources.base import Shard
 from disco_ds.data.sources.cache import ShardCache
 from disco_ds.data.sources.fetching import (
     BUCKETS,
@@ -38,7 +40,7 @@ from disco_ds.data.sources.fetching import (
     read_object,
     read_version,
 )
-from disco_ds.data.sources.shards import Listing, Manifest, Shard, list_folder, some
+from disco_ds.data.sources.shards import Manifest, collect, list_folder, some
 from disco_ds.data.sources.tar import TarIndex
 from disco_ds.names import plural
 
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 def index_shards(
-    where: Path | Listing,
+    where: Path | Manifest,
     workers: int = 0,
     progress: Callable[[int], object] | None = None,
     known: Iterable[Shard] = (),
@@ -67,7 +69,7 @@ def index_shards(
     is logged in both cases. Remote shards without a published count are fetched into the cache.
 
     Args:
-        where: The folder or the listing.
+        where: The folder, or the shards that find_shards lists.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
         known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
@@ -83,7 +85,7 @@ def index_shards(
         ValueError: If there is no shard, if shards are missing or unreadable (all others are counted first), or if a
             bucket cannot be listed.
     """
-    listing = where if isinstance(where, Listing) else list_folder(where)
+    listing = where if isinstance(where, Manifest) else list_folder(where)
     remote = remote or RemoteSettings()
     before = {shard.name: shard for shard in known}
     counted: dict[str, Shard] = {}
@@ -99,7 +101,7 @@ def index_shards(
         if progress is not None:
             progress(len(counted) + len(failed))
         if save is not None and time.monotonic() > saved_at + _SAVE_S:
-            save(_collect(listing, before | counted))
+            save(collect(listing, before | counted))
             saved_at = time.monotonic()
 
     try:
@@ -109,12 +111,11 @@ def index_shards(
                 uncounted[name] = result
             else:
                 record(name, result)
+        locations = listing.locate()
         tasks = [
-            (name, uncounted[name], listing.urls.get(name))
-            for name in listing.names
-            if name in uncounted
+            (name, uncounted[name], locations[name]) for name in listing.names if name in uncounted
         ]
-        count = partial(_count, listing.folder, remote, whole)
+        count = partial(_count, remote, whole)
         context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
             results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
@@ -129,7 +130,7 @@ def index_shards(
                     pool.shutdown(cancel_futures=True)
     finally:
         if save is not None and counted:
-            save(_collect(listing, before | counted))
+            save(collect(listing, before | counted))
     missing = [name for name, error in failed.items() if isinstance(error, FileNotFoundError)]
     unreadable = [f"{name}: {failed[name]}" for name in failed.keys() - set(missing)]
     problems = []
@@ -143,20 +144,11 @@ def index_shards(
         problems.append(f"unreadable shards ({len(unreadable)}): {some(unreadable)}")
     if problems:
         raise ValueError(f"{'; '.join(problems)} (counted: {plural(len(counted), 'shard')})")
-    return _collect(listing, counted, sorted(missing))
-
-
-def _collect(
-    listing: Listing, shards: Mapping[str, Shard], missing: Iterable[str] = ()
-) -> Manifest:
-    """Return the manifest of the shards that have been counted."""
-    counted = tuple(shards[name] for name in listing.names if name in shards)
-    urls = tuple(url for name, url in listing.urls.items() if name in shards)
-    return Manifest(listing.folder, counted, urls, missing=tuple(missing))
+    return replace(collect(listing, counted), missing=tuple(sorted(missing)))
 
 
 def _find_counts(
-    listing: Listing, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
+    listing: Manifest, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
 ) -> Iterator[tuple[str, Shard | Version | Exception]]:
     """Find the versions and the known or published sample counts of shards, without reading the shards.
 
@@ -174,7 +166,7 @@ def _find_counts(
     Raises:
         ValueError: If a bucket cannot be listed.
     """
-    locations = listing.urls or {name: str(listing.folder / name) for name in listing.names}
+    locations = listing.locate()
     folders = {
         location.rpartition("/")[0] for location in locations.values() if _has_neighbors(location)
     }
@@ -270,23 +262,22 @@ def _read_json(
 
 
 def _count(
-    folder: Path, remote: RemoteSettings, whole: bool, task: tuple[str, Version, str | None]
+    remote: RemoteSettings, whole: bool, task: tuple[str, Version, str]
 ) -> tuple[Shard | Exception, str | None]:
     """Read one shard and count its samples.
 
     Args:
-        folder: Folder of local shards.
         remote: How to fetch a remote shard.
         whole: Read all bytes of the shard, not only its headers.
-        task: The shard's name and version, and its URL if it is remote.
+        task: The shard's name and version, and its path, URL or command.
 
     Returns:
         The counted shard, or the error if it cannot be read; and a problem to warn about, such as a truncated tar, or
         None.
     """
-    name, version, url = task
+    name, version, location = task
     try:
-        with _open(folder, name, version, url, remote) as file:
+        with _open(name, version, location, remote) as file:
             while whole and file.read(_BLOCK):
                 pass
             index, size = TarIndex(file), os.fstat(file.fileno()).st_size
@@ -308,21 +299,19 @@ def _count(
     return Shard(name, len(index), size, version.tag), problem
 
 
-def _open(
-    folder: Path, name: str, version: Version, url: str | None, remote: RemoteSettings
-) -> Any:
+def _open(name: str, version: Version, location: str, remote: RemoteSettings) -> Any:
     """Open a shard for counting. A remote shard is fetched into the cache, or a command's into a temporary file.
 
     Raises:
         DataError: If a remote shard cannot be fetched.
         OSError: If a local shard cannot be read.
     """
-    if url is None:
+    if not is_remote(location):
         # Unbuffered: the scan skips from header to header, much further than a buffer would reach.
-        return open(folder / name, "rb", buffering=0)
+        return open(location, "rb", buffering=0)
     if version.bytes:
-        return ShardCache([url], [Shard(name, 0, *version)], remote).open(0)
-    return fetch_temporary(url, name, remote)
+        return ShardCache([location], [Shard(name, 0, *version)], remote).open(0)
+    return fetch_temporary(location, name, remote)
 
 
 def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]:

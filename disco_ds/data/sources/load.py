@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection, count_uids
 from disco_ds.data.sources.shards import (
     Manifest,
-    Shard,
     find_shards,
     is_table,
     load_manifest,
@@ -41,7 +41,7 @@ time."""
 def load_sources(settings: DataSettings) -> list[Source]:
     """Load the sources that the settings name, and return them. There is at least one.
 
-    No samples are read, except for a few rows of a csv file, as a check.
+    No samples are read.
 
     Raises:
         ValueError: If shards or manifests are missing or do not match, if the settings do not allow remote shards, or
@@ -71,21 +71,20 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
         # The manifest lists the shards, so the bucket need not be listed when a run starts.
-        known = [shard.name for shard in read_manifest(part.manifest).shards]
+        known = read_manifest(part.manifest).names
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
         missing = [
             name
-            for name in listing.names
-            if not (listing.urls or (listing.folder / name).is_file())
+            for name, location in listing.locate().items()
+            if not (is_remote(location) or Path(location).is_file())
         ]
         if missing:
             raise ValueError(
                 f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"
             )
-        shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
-        return Manifest(listing.folder, shards, tuple(listing.urls.values()), settings.remote)
+        return replace(listing, remote=settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)
 
 

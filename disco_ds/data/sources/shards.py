@@ -1,4 +1,4 @@
-"""Tar shards: the names and locations that data.shards specifies (Listing), and their sample counts (Manifest).
+"""Tar shards: the names and locations that data.shards specifies, and their sample counts.
 
 data.shards has one of these forms:
 
@@ -56,19 +56,65 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Listing:
-    """The shards that a setting names, before their samples are counted."""
+class Manifest(Source):
+    """Tar shards, local or remote, with their sample counts if they have been counted."""
 
     folder: Path
     """Folder of local shards."""
-    names: tuple[str, ...]
-    """Sorted shard names, as in the manifest. A name is the path of a shard relative to the folder before the first
-    brace or *, or to the folder that all shards of a text file have in common. It contains no other part of a URL, such
-    as a password."""
-    urls: Mapping[str, str] = field(default_factory=dict)
-    """URLs or `pipe:` commands of remote shards by name, in the order of `names`; empty for local shards."""
-    whole: bool = False
-    """Whether `names` contains all shards of the folder."""
+    shards: tuple[Shard, ...]
+    """The shards, sorted by name. A name is the path of a shard relative to the folder before the first brace or *, or
+    to the folder that all shards of a text file have in common. It contains no other part of a URL, such as a
+    password."""
+    urls: tuple[str, ...] = ()
+    """URLs or `pipe:` commands of remote shards; empty if the shards are in the folder."""
+    remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
+    """How remote shards are fetched."""
+    missing: tuple[str, ...] = field(default=(), compare=False)
+    """Names of shards that did not exist when the other shards were counted. They are not part of the source."""
+    whole: bool = field(default=False, compare=False)
+    """Whether the shards are all shards of the folder, as find_shards lists them."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the shards."""
+        return tuple(shard.name for shard in self.shards)
+
+    def locate(self) -> dict[str, str]:
+        """Return the path, URL or command of each shard by its name."""
+        locations = self.urls or [str(self.folder / name) for name in self.names]
+        return dict(zip(self.names, locations, strict=True))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of samples in each shard."""
+        return [shard.samples for shard in self.shards]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of names and sample counts. It does not include the folder, which may move."""
+        return digest([(shard.name, shard.samples) for shard in self.shards])
+
+    def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
+        """Open the shards for reading in one process. See Source.open."""
+        num_open = num_slots
+        # An uncounted shard is read whole, so a slot reads one shard at a time.
+        if self.num_samples:
+            num_open *= estimate_open_shards(len(self.shards), self.num_samples, window)
+        if not self.urls:
+            return TarReader(self.folder, self.shards, num_open)
+        cache = self._open_cache()
+        return TarReader(cache.folder, self.shards, num_open, cache.open)
+
+    def open_fetcher(self) -> Callable[[int], None] | None:
+        """Return a function that fetches a remote shard into the cache, or None if the shards are local."""
+        return self._open_cache().fetch_ahead if self.urls else None
+
+    def _open_cache(self) -> ShardCache:
+        return ShardCache(self.urls, list(self.shards), self.remote)
+
+    def label(self, shard: int, entry: int) -> str:
+        """Return a name for a sample without reading anything."""
+        return f"{self.shards[shard].name}, entry {entry}"
 
 
 def is_table(text: str) -> bool:
@@ -96,7 +142,7 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
         )
 
 
-def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None = None) -> Listing:
+def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None = None) -> Manifest:
     """List the shards that a setting specifies. No shard is opened.
 
     Args:
@@ -131,7 +177,7 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
     return _make_listing(locations, start)
 
 
-def list_folder(folder: Path) -> Listing:
+def list_folder(folder: Path) -> Manifest:
     """List every .tar file in a folder.
 
     Raises:
@@ -145,7 +191,7 @@ def list_folder(folder: Path) -> Listing:
     return replace(_make_listing(paths, f"{folder}/"), whole=True)
 
 
-def _read_list(path: Path, remote: RemoteSettings) -> Listing:
+def _read_list(path: Path, remote: RemoteSettings) -> Manifest:
     """List the shards that a text file names, one per line.
 
     Raises:
@@ -239,7 +285,7 @@ def _match_remote(
     ]
 
 
-def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -> Listing:
+def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -> Manifest:
     """Return a listing of shards.
 
     Args:
@@ -260,10 +306,10 @@ def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -
             raise ValueError(f"the shard {name} is named twice, the first time as {names[path]}")
         names[path] = name
         urls[name] = location
-    sorted_names = tuple(sorted(urls))
+    shards = tuple(Shard(name, samples=0, bytes=0) for name in sorted(urls))
     if is_remote(location):
-        return Listing(Path(), sorted_names, {name: urls[name] for name in sorted_names})
-    return Listing(base / start, sorted_names)
+        return Manifest(Path(), shards, tuple(urls[shard.name] for shard in shards))
+    return Manifest(base / start, shards)
 
 
 def resolve_shards(text: str) -> Path:
@@ -273,50 +319,15 @@ def resolve_shards(text: str) -> Path:
     return Path(text).expanduser()
 
 
-@dataclass(frozen=True)
-class Manifest(Source):
-    """Tar shards, local or remote."""
-
-    folder: Path
-    shards: tuple[Shard, ...]
-    urls: tuple[str, ...] = ()
-    """URLs of remote shards; empty if the shards are in the folder."""
-    remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
-    """How remote shards are fetched."""
-    missing: tuple[str, ...] = field(default=(), compare=False)
-    """Names of shards that did not exist when the other shards were counted. They are not part of the source."""
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of samples in each shard."""
-        return [shard.samples for shard in self.shards]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of names and sample counts. It does not include the folder, which may move."""
-        return digest([(shard.name, shard.samples) for shard in self.shards])
-
-    def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
-        """Open the shards for reading in one process. See Source.open."""
-        num_open = num_slots
-        # An uncounted shard is read whole, so a slot reads one shard at a time.
-        if self.num_samples:
-            num_open *= estimate_open_shards(len(self.shards), self.num_samples, window)
-        if not self.urls:
-            return TarReader(self.folder, self.shards, num_open)
-        cache = self._open_cache()
-        return TarReader(cache.folder, self.shards, num_open, cache.open)
-
-    def open_fetcher(self) -> Callable[[int], None] | None:
-        """Return a function that fetches a remote shard into the cache, or None if the shards are local."""
-        return self._open_cache().fetch_ahead if self.urls else None
-
-    def _open_cache(self) -> ShardCache:
-        return ShardCache(self.urls, list(self.shards), self.remote)
-
-    def label(self, shard: int, entry: int) -> str:
-        """Return a name for a sample without reading anything."""
-        return f"{self.shards[shard].name}, entry {entry}"
+def collect(
+    listing: Manifest, counted: Mapping[str, Shard], remote: RemoteSettings | None = None
+) -> Manifest:
+    """Return the manifest of those shards of a listing that have been counted."""
+    names = [name for name in listing.names if name in counted]
+    locations = listing.locate()
+    urls = tuple(locations[name] for name in names if listing.urls)
+    shards = tuple(counted[name] for name in names)
+    return Manifest(listing.folder, shards, urls, remote or RemoteSettings())
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
@@ -345,7 +356,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def load_manifest(
-    where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None
+    where: Path | Manifest, path: Path | None = None, remote: RemoteSettings | None = None
 ) -> Manifest:
     """Read the manifest entries of a folder or of the listed shards, and compare them with the shards.
 
@@ -353,7 +364,7 @@ def load_manifest(
     cut off are lost.
 
     Args:
-        where: The folder or the listing.
+        where: The folder, or the shards that find_shards lists.
         path: Path of the manifest; None means manifest.json in the folder.
         remote: How remote shards will be fetched.
 
@@ -361,7 +372,7 @@ def load_manifest(
         ValueError: If manifest and shards do not match. The message states the difference and the remedy.
         OSError: If a listed local shard cannot be found.
     """
-    listing = where if isinstance(where, Listing) else list_folder(where)
+    listing = where if isinstance(where, Manifest) else list_folder(where)
     path = path or listing.folder / NAME
     shards = listing.folder if listing.whole else "'SHARDS'"
     remedy = f"index the shards: disco-ds index {shards} --to {path}"
@@ -376,11 +387,7 @@ def load_manifest(
     # Shards that did not exist when the manifest was written are left out.
     if uncounted := names - known.keys() - set(counted.missing):
         raise ValueError(f"{path} does not list {some(uncounted)}; {remedy}")
-    chosen = [name for name in listing.names if name in known]
-    urls = tuple(listing.urls[name] for name in chosen if listing.urls)
-    manifest = Manifest(
-        listing.folder, tuple(known[name] for name in chosen), urls, remote or RemoteSettings()
-    )
+    manifest = collect(listing, known, remote)
     if not manifest.num_samples:
         raise ValueError(f"the shards of {path} contain no complete sample")
     if changed := find_changed(manifest):
