@@ -84,7 +84,6 @@ setup(
             "types-PyYAML",
             "transformers",
             "peft",
-            "pyarrow",
             "scikit-learn",
             "tokenizers",
             "threadpoolctl",

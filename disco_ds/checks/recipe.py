@@ -10,9 +10,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from disco_ds.checks.report import Line
 from disco_ds.config import Config, find_late, make_schedule, render_ds_config
 from disco_ds.data import Manifest, count_epoch, load_sources
-from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.sources.load import count_slots
-from disco_ds.data.sources.manifest import find_changed
+from disco_ds.data.sources.load import check_cache, count_slots
+from disco_ds.data.sources.shards import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels.similarity import find_problem
@@ -94,7 +93,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
             yield _compare(source)
     slots = count_slots(config.data, sources, ranks)
     ranks_here = ranks_here or min(ranks, torch.accelerator.device_count() or ranks)
-    fit_cache(config.data, sources, slots, ranks, ranks_here)
+    check_cache(config.data, sources, slots, ranks, ranks_here)
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
     epoch_samples = count_epoch(config.data, sources)

@@ -23,7 +23,7 @@ from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch,
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import Sample, SampleKey, find_prepare
-from disco_ds.data.sources.csv_source import Table
+from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import find_stored
 from disco_ds.eval.model import read_input_spec

@@ -9,10 +9,15 @@ from tqdm import tqdm
 
 from disco_ds.cli.options import Index
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data.remote.stores import StoreError
 from disco_ds.data.sources.counting import compare, index_shards
-from disco_ds.data.sources.listing import NAME, find_shards, list_folder
-from disco_ds.data.sources.manifest import read_manifest, write_manifest
+from disco_ds.data.sources.shards import (
+    NAME,
+    Shard,
+    find_shards,
+    list_folder,
+    read_manifest,
+    write_manifest,
+)
 from disco_ds.names import plural
 
 
@@ -42,31 +47,27 @@ def run(options: Index) -> int:
     path = options.to or listing.folder / NAME
     # Counts are saved here until all shards are counted, so that a run cannot use an incomplete manifest.
     unfinished = path.with_name(f"{path.name}.partial")
+    known: tuple[Shard, ...] = ()
     if options.check:
-        known = read_manifest(path)
+        known = read_manifest(path).shards
     else:
-        known = {}
         for file in (path, unfinished):
             with suppress(ValueError):  # a manifest that cannot be read is replaced
-                known |= read_manifest(file)
+                known += read_manifest(file).shards
     is_remote = bool(listing.urls)
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
-        try:
-            manifest = index_shards(
-                listing,
-                options.workers,
-                lambda done: bar.update(done - bar.n),
-                # A shard that was counted before is read only if its size or modification time has changed. With
-                # --check, a remote shard is counted again unless its count is published. With --full, all are read.
-                () if options.full or (options.check and is_remote) else known.values(),
-                remote,
-                published=(is_remote or not options.check) and not options.full,
-                skip_missing=options.missing == "skip",
-                save=None if options.check else partial(write_manifest, path=unfinished),
-                whole=options.full,
-            )
-        except StoreError as error:
-            raise ValueError(f"the bucket of {options.shards} cannot be listed: {error}") from None
+        manifest = index_shards(
+            listing,
+            options.workers,
+            lambda done: bar.update(done - bar.n),
+            # A shard that was counted before is read only if its size or modification time has changed. With
+            # --check, a remote shard is counted again unless its count is published. With --full, all are read.
+            () if options.full or (options.check and is_remote) else known,
+            remote,
+            skip_missing=options.missing == "skip",
+            save=None if options.check else partial(write_manifest, path=unfinished),
+            whole=options.full,
+        )
     count = f"{plural(len(manifest.shards), 'shard')}, {plural(manifest.num_samples, 'sample')}"
     if not options.check:
         if not manifest.num_samples:
@@ -79,8 +80,9 @@ def run(options: Index) -> int:
         print(f"{path}: {count}")
         return 0
     if not listing.whole:  # ignore the manifest's entries for other shards
-        known = {name: known[name] for name in listing.names if name in known}
-    changes = compare(known.values(), manifest.shards, tags=is_remote)
+        names = set(listing.names)
+        known = tuple(shard for shard in known if shard.name in names)
+    changes = compare(known, manifest.shards, tags=is_remote)
     for change in changes:
         print(change)
     print(f"{path} is {'stale' if changes else 'up to date'}: {count}")

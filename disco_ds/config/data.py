@@ -13,9 +13,8 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, mod
 from disco_ds.config.settings import PositiveCount, Settings, Tree
 from disco_ds.names import CUSTOM_CODE
 
-LEAST_CACHE_GB = 100.0
-"""Default size limit of the cache for remote shards, in units of 1e9 bytes. The limit is raised if the
-shards that are read at the same time need more space, and lowered if the disk has less free space."""
+DEFAULT_CACHE_GB = 200.0
+"""Default size limit of the cache for remote shards, in units of 1e9 bytes."""
 
 PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
@@ -84,16 +83,14 @@ class RemoteSettings(Settings):
     the space. No other files in the folder are touched."""
     cache_gb: PositiveFloat | None = None
     """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
-    90% of the disk space that is free or already used by the cache. Null: enough for all shards that
-    the host's slots (see data.slots) read or prefetch at the same time, but at least 100. If the shards that are
-    read at the same time do not fit into the cache, the run refuses to start."""
+    90% of the disk space that is free or already used by the cache. Null: 200. If the shards that the host's slots
+    (see data.slots) read and prefetch at the same time do not fit into the cache, the run refuses to start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
     """Number of shards that each slot (see data.slots) fetches from each source before they are needed, as long as
     the cache has room. Shards that a slot shuffles together are fetched together, even if there are more
     of them than this number. 0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, exclude=True)
-    """Number of attempts to fetch a shard. An attempt resumes where the previous one stopped if the
-    server sends ETags."""
+    """Number of attempts to fetch a shard."""
     timeout_s: float = Field(60.0, exclude=True)
     """An attempt to fetch a shard fails if the server or the `pipe:` command sends no data for this many seconds.
     Config derives this value from the top-level timeout_s."""
@@ -185,8 +182,8 @@ class SampleSettings(Settings):
     """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
     folder of the shards."""
     uids: Path | None = None
-    """File with the uids of the samples to use; samples with other uids are dropped. The file has one
-    of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
+    """File with the uids of the samples to use; samples with other uids are dropped. The file has the format of
+    DataComp's subsets: .npy with pairs of uint64.
     A sample without a field `uid` in its json member counts as broken. An epoch has as many samples as the file
     has uids."""
     transforms: FunctionName | None = None

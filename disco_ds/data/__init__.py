@@ -3,8 +3,7 @@
 The order of the samples depends only on the seed, the sources and the settings.
 
     order.py                          the order in which samples are read
-    sources                           where samples come from
-    remote                            fetching and caching of remote shards
+    sources                           where samples come from, and how remote shards are fetched and cached
     captions.py, images.py, stored.py caption, pixels and stored embeddings of a sample
     samples.py                        a sample as named arrays, and how it is prepared
     worker.py, feed.py, loader.py     worker processes, the copy to the device, and the loader of a rank
@@ -23,11 +22,16 @@ from disco_ds.data.samples import InputSpec
 from disco_ds.data.sequential import read_all, read_labels
 from disco_ds.data.sources.base import Reader, Source
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.csv_source import CaptionedImages, Table
-from disco_ds.data.sources.folder import ImageFolder, sort_labels
-from disco_ds.data.sources.listing import is_table, resolve_shards
+from disco_ds.data.sources.files import CaptionedImages, ImageFolder, Table, sort_labels
 from disco_ds.data.sources.load import count_epoch, fingerprint, load_sources
-from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write_manifest
+from disco_ds.data.sources.shards import (
+    Manifest,
+    Shard,
+    is_table,
+    load_manifest,
+    resolve_shards,
+    write_manifest,
+)
 
 __all__ = [
     "BrokenSample",

@@ -46,8 +46,8 @@ from disco_ds.data.sequential import map_in_threads
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.load import load_sources
-from disco_ds.data.sources.manifest import Manifest, load_manifest, write_manifest
 from disco_ds.data.sources.selection import Selection
+from disco_ds.data.sources.shards import Manifest, load_manifest, write_manifest
 from disco_ds.data.stored import RECORD, describe_views, find_view_key
 
 IMAGE, TEXT = "img.npy", "txt.npy"

@@ -36,11 +36,10 @@ from disco_ds.data.batches import (
 from disco_ds.data.errors import DataError
 from disco_ds.data.feed import DeviceCopy, Feed
 from disco_ds.data.order import Cursor
-from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.load import count_epoch, count_slots, fingerprint, mix
+from disco_ds.data.sources.cache import FetchAhead
+from disco_ds.data.sources.load import check_cache, count_epoch, count_slots, fingerprint, mix
 from disco_ds.data.worker import InProcess, Worker, WorkerSpec, describe_error
 
 logger = logging.getLogger(__name__)
@@ -111,9 +110,7 @@ class Loader:
         self.num_samples = sum(source.num_samples for source in sources)
         self.epoch_samples = count_epoch(settings, sources)
         num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
-        sources = fit_cache(
-            settings, sources, num_slots, share.size, staging.ranks_here or share.size
-        )
+        check_cache(settings, sources, num_slots, share.size, staging.ranks_here or share.size)
         self._origin: dict[str, Any] = {
             "slots": num_slots,
             "sources": len(sources),

@@ -19,7 +19,7 @@ from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, name_broken
 from disco_ds.data.images import ImageSpec, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.manifest import Manifest
+from disco_ds.data.sources.shards import Manifest
 
 logger = logging.getLogger(__name__)
 THREADS = 4

@@ -31,8 +31,8 @@ from disco_ds.data.counter_rng import keyed_int, random_key
 from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError, breaks_sample
 from disco_ds.data.images import ImageSpec
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.manifest import Manifest
 from disco_ds.data.sources.selection import Selection
+from disco_ds.data.sources.shards import Manifest
 
 _NUM_MEASURED = 10_000
 """Maximum number of samples that are read to find the width of stored embeddings."""

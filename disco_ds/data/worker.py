@@ -46,10 +46,10 @@ from disco_ds.data.errors import (
     refuse_broken,
 )
 from disco_ds.data.order import Cursor, Entry, Mixture
-from disco_ds.data.remote.fetching import progress
-from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.samples import InputSpec, Sample, SampleKey, find_prepare
 from disco_ds.data.sources.base import Reader, Source
+from disco_ds.data.sources.cache import FetchAhead
+from disco_ds.data.sources.fetching import progress
 from disco_ds.data.sources.selection import Selection
 
 _SPARE_DAMAGED = 3

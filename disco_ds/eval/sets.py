@@ -194,7 +194,7 @@ def _open_table(name: str, path: str, text: str, data: DataSettings, joins: bool
     """Open a csv. `joins`: rows with the same path are one image with several texts."""
     columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {text: 1.0}}
     data = data.model_copy(update=columns)
-    source = CaptionedImages.load(Table.load(path, data), text, joins)
+    source = CaptionedImages.read_texts(Table.load(path, data), text, joins)
     return ImageSet(name, source, data, "{texts}")
 
 

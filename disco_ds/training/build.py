@@ -48,7 +48,7 @@ from disco_ds.data import (
     load_sources,
     merge_states,
 )
-from disco_ds.data.sources.listing import refuse_remote
+from disco_ds.data.sources.shards import refuse_remote
 from disco_ds.data.stored import find_stored
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to

@@ -21,7 +21,7 @@ from disco_ds.checkpoints.resume import find_checkpoint
 from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import ModelSettings, load_config, make_schedule
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.manifest import write_manifest
+from disco_ds.data.sources.shards import write_manifest
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, META, mark_finished

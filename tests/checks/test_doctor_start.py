@@ -17,7 +17,7 @@ from disco_ds.cli.main import main
         ("model.name=ViT-B-33", "unknown model 'ViT-B-33'; did you mean ViT-B-32?"),
         ("model.pretrained=nowhere.pt", "nowhere.pt"),
         ("data.shards=/nowhere", "there is no folder /nowhere"),
-        ("data.shards=rows.parquet", "expected a folder of .tar shards"),
+        ("data.shards=rows.parquet", "there is no folder rows.parquet"),
         ("data.source=webdataset", "`shards`: webdataset's .tar shards"),
         ("eval.labeled.new=/nowhere", "eval.labeled.new: there is no folder /nowhere"),
     ],

@@ -22,7 +22,8 @@ from disco_ds.config import load_config
 from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, Scores
 from disco_ds.data.images import ImageSpec
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.manifest import load_manifest, read_manifest
+from disco_ds.data.sources.load import load_sources
+from disco_ds.data.sources.shards import load_manifest, read_manifest
 from disco_ds.data.stored import find_view_key
 from disco_ds.training.build import build
 from helpers.dist import run_ranks
@@ -106,7 +107,7 @@ def features_of_training(path: Path, to: Path) -> list[float]:
 def test_stored_embeddings_are_those_of_what_training_sees(path: Path, tmp_path: Path) -> None:
     to = tmp_path / "embedded"
     assert embed(path, to) == 0
-    counts = [shard.samples for shard in read_manifest(to / "manifest.json").values()]
+    counts = [shard.samples for shard in read_manifest(to / "manifest.json").shards]
     assert counts == [8, 4, 7], "the broken sample must be left out"
     (worst,) = run_ranks(features_of_training, 1, path, to)
     assert max(worst) < 1e-3, worst
@@ -148,7 +149,7 @@ def test_large_batches_need_few_open_files(path: Path, tmp_path: Path) -> None:
     write_shards(tmp_path / "raw", [9, 150], sample)
     to = tmp_path / "embedded"
     assert run_ranks(few_files, 1, path, to, timeout_s=120, joined=False) == [0]
-    assert [shard.samples for shard in read_manifest(to / "manifest.json").values()] == [8, 150, 7]
+    assert [shard.samples for shard in read_manifest(to / "manifest.json").shards] == [8, 150, 7]
 
 
 class OneUnreadable(Source):
@@ -243,7 +244,7 @@ def joined_manifest(folder: Path) -> str:
     shards = [
         {**shard._asdict(), "name": f"{path.parent.name}/{shard.name}"}
         for path in manifests
-        for shard in read_manifest(path).values()
+        for shard in read_manifest(path).shards
     ]
     return json.dumps({"shards": shards})
 

@@ -19,7 +19,14 @@ import torch
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
-from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
+from disco_ds.data import (
+    BrokenSample,
+    ImageFolder,
+    Manifest,
+    Shard,
+    index_shards,
+    load_sources,
+)
 from disco_ds.data.captions import fill_template, shorten_caption
 from disco_ds.data.errors import read_patiently, read_regular
 from disco_ds.data.images import decode_image
@@ -167,7 +174,7 @@ def test_header_of_any_size_ends_the_shard_or_costs_its_sample(
     (tmp_path / "0.tar").write_bytes(GOOD + blocks + END)
     start = time.monotonic()
     assert index_shards(tmp_path).sizes == [counted]
-    with closing(TarReader(tmp_path, ["0.tar"], 1, sizes=[counted])) as reader:
+    with closing(TarReader(tmp_path, [Shard("0.tar", counted, 0)], 1)) as reader:
         assert reader.read(0, 0) == {"png": b"png", "txt": b"a"}
         for entry in range(1, counted):
             if entry in broken:

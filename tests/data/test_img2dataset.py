@@ -46,7 +46,7 @@ NUM = 2 * PER_SHARD
 def write_images(folder: Path) -> list[str]:
     """Write some bundled emoji as files, except the missing ones, and return all captions."""
     manifest = load_manifest(resolve_shards("bundled:emoji/validation"))
-    reader = TarReader(manifest.folder, [shard.name for shard in manifest.shards], 1)
+    reader = TarReader(manifest.folder, manifest.shards, 1)
     captions = []
     for number in range(NUM):
         sample = reader.read(0, number)

@@ -10,7 +10,7 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.data import load_sources
-from disco_ds.data.remote import stores
+from disco_ds.data.sources import fetching
 from helpers.object_store import KEY, SECRET, Proxy, serve_rclone
 from helpers.remote import remote
 from helpers.shards import read_global, settings, write_shards
@@ -40,9 +40,9 @@ def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
-        stores._open_store.cache_clear()
+        fetching._open_store.cache_clear()
         yield proxy
-    stores._open_store.cache_clear()
+    fetching._open_store.cache_clear()
 
 
 def test_bucket_is_counted_by_what_it_publishes_and_read_in_the_order_of_the_folder(
@@ -117,7 +117,6 @@ def test_shard_is_whole_after_a_cut_connection(s3: Proxy, folder: Path, tmp_path
     with source._open_cache().open(0) as file:
         assert file.read() == (folder / "00001.tar").read_bytes()
     assert not s3.cuts
-    # rclone's S3 server sends no parts of an object, so the whole is fetched again; test_fetching.py resumes.
 
 
 def test_wrong_credentials_are_an_error_that_names_the_reason(
@@ -129,7 +128,7 @@ def test_wrong_credentials_are_an_error_that_names_the_reason(
     assert "HTTP status 403 Forbidden (SignatureDoesNotMatch)" in error
     assert "not-the-secret" not in error
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    stores._open_store.cache_clear()
+    fetching._open_store.cache_clear()
     assert run(f"s3://none/part/{ALL}", "--to", tmp_path / "m.json") == 2
     assert "HTTP status 404 Not Found (NoSuchBucket)" in capsys.readouterr().err
 
@@ -145,9 +144,9 @@ def test_web_server_with_a_password_and_the_hub_get_their_credentials(
         assert run(shards, "--to", to, "--cache", cache, "--workers", 0) == 0
         data = remote(shards, to, cache)
         assert read_global(load_sources(data), data, 2, 3) == local
-    store, path = stores.locate("hf://datasets/org/name@v1/data/0.tar", 1.0)
+    store, path = fetching.locate("hf://datasets/org/name@v1/data/0.tar", 1.0)
     assert f"{store.url}/{path}".endswith("/datasets/org/name/resolve/v1/data/0.tar")
     monkeypatch.setenv("HF_TOKEN", "hub-token")
-    store, path = stores.locate("hf://org/name/0.tar", 1.0)
+    store, path = fetching.locate("hf://org/name/0.tar", 1.0)
     assert f"{store.url}/{path}".endswith("/org/name/resolve/main/0.tar")
     assert b"hub-token" in repr(store.client_options).encode()

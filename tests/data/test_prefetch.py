@@ -15,10 +15,9 @@ import pytest
 
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.errors import CacheFullError
 from disco_ds.data.order import DataOrder, mix_sources
-from disco_ds.data.remote.fetching import fetch_temporary, progress
-from disco_ds.data.remote.prefetch import FetchAhead
+from disco_ds.data.sources.cache import FetchAhead
+from disco_ds.data.sources.fetching import fetch_temporary, progress
 from helpers.remote import fetching, open_cache
 from helpers.shards import make_loader, read_step, settings, write_shards
 from helpers.waiting import wait_for
@@ -117,42 +116,6 @@ def test_fetched_ahead_it_is_there_when_it_is_opened(
     with cache.open(3) as file:
         assert file.read() == (shards.folder / "00003.tar").read_bytes()
     assert server.asked == {"/00003.tar": 1}
-
-
-def test_what_others_fetched_ahead_makes_room_for_a_reader_alone(
-    shards: Manifest, server: Server, tmp_path: Path
-) -> None:
-    limit = 3.5 * shards.shards[0].bytes
-    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=limit / 1e9)
-    cache.open(0).close()
-    # The third one replaces the shard that has been read.
-    for shard in (1, 2, 3):
-        cache.fetch_ahead(shard)
-    with pytest.raises(CacheFullError):
-        cache.fetch_ahead(4)
-    # The reader evicts shard 3, which is needed last.
-    with cache.open(5):
-        cache.open(1).close()
-        cache.open(2).close()
-        assert size_of(cache.folder) <= limit
-    assert server.asked == {f"/0000{shard}.tar": 1 for shard in (0, 1, 2, 3, 5)}
-    cache.open(3).close()
-    assert server.asked["/00003.tar"] == 2
-
-
-def test_what_an_ended_run_had_prefetched_makes_room_after_a_day(
-    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = open_cache(
-        shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9
-    )
-    cache.fetch_ahead(0)
-    with pytest.raises(CacheFullError):
-        cache.fetch_ahead(1)
-    now = time.time()
-    monkeypatch.setattr("disco_ds.data.remote.shard_cache.time.time", lambda: now + 90_000)
-    cache.fetch_ahead(1)
-    assert server.asked == {"/00000.tar": 1, "/00001.tar": 1}
 
 
 def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(

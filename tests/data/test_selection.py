@@ -242,17 +242,12 @@ def test_stages_get_the_key_and_the_shard_and_must_not_split(folder: Path) -> No
         selection.apply({"txt": b"x"}, lambda: "0.tar/key")
 
 
-@pytest.mark.parametrize("form", ["npy", "unsorted.npy", "parquet"])
+@pytest.mark.parametrize("form", ["npy", "unsorted.npy"])
 def test_uids_select_samples(folder: Path, tmp_path: Path, form: str) -> None:
     chosen = [3, 8, 40, 41, 77, 100, 120, 133]
     path = tmp_path / f"subset.{form}"
-    if form == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.table({"uid": [uid(i) for i in chosen]}), path)
-    else:
-        pairs = sorted((int(uid(i)[:16], 16), int(uid(i)[16:], 16)) for i in chosen)
-        np.save(path, np.array(pairs[::-1] if "un" in form else pairs, dtype="u8,u8"))
+    pairs = sorted((int(uid(i)[:16], 16), int(uid(i)[16:], 16)) for i in chosen)
+    np.save(path, np.array(pairs[::-1] if "un" in form else pairs, dtype="u8,u8"))
     assert len(read_uids(path)) == len(chosen)
     data = settings(folder, slots=1, uids=path)
     ids = [index for step in read_global(load_sources(data), data, 1, 3)[0] for index, _ in step]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.remote.shard_cache import ShardCache, _evict
+from disco_ds.data.sources.cache import ShardCache, _evict
 from disco_ds.data.sources.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.remote import open_cache
@@ -56,11 +56,11 @@ def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
         cache.open(1)
     for file in files:
         file.close()
-    reader = TarReader(cache.folder, [shard.name for shard in shards.shards], 8, cache.open)
+    reader = TarReader(cache.folder, shards.shards, 8, cache.open)
     with pytest.warns(UserWarning, match="cache_gb is small"):
         texts = [reader.read(shard, 1)["txt"] for shard in range(8)]
     reader.close()
-    local = TarReader(shards.folder, [shard.name for shard in shards.shards], 8)
+    local = TarReader(shards.folder, shards.shards, 8)
     assert texts == [local.read(shard, 1)["txt"] for shard in range(8)]
     local.close()
     assert size_of(cache.folder) <= limit

@@ -15,7 +15,7 @@ from torch import Tensor
 from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.data import ImageFolder, ImageSpec, read_all
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.manifest import write_manifest
+from disco_ds.data.sources.shards import write_manifest
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.pairs import RetrievalSet, find_ranks, score_batch
 from disco_ds.eval.sets import PLAIN, read_classes, read_templates

@@ -8,8 +8,7 @@ from typing import Any
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest
-from disco_ds.data.remote.shard_cache import ShardCache
-from disco_ds.data.remote.stores import Version
+from disco_ds.data.sources.cache import ShardCache
 from helpers.shards import settings
 
 ALL = "{00000..00007}.tar"
@@ -28,7 +27,5 @@ def remote(shards: str, manifest: Path | None, cache: Path, **changes: Any) -> D
 
 
 def open_cache(shards: Manifest, url: str, folder: Path, **changes: Any) -> ShardCache:
-    names = [shard.name for shard in shards.shards]
-    urls = [f"{url}/{name}" for name in names]
-    versions = [Version(shard.bytes, shard.tag) for shard in shards.shards]
-    return ShardCache(urls, names, versions, fetching(folder, **changes))
+    urls = [f"{url}/{shard.name}" for shard in shards.shards]
+    return ShardCache(urls, list(shards.shards), fetching(folder, **changes))

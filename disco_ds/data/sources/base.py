@@ -1,4 +1,4 @@
-"""The interface of a source of samples.
+"""The interface of a source of samples, and the description of a tar shard.
 
 A source divides its samples into shards. A custom source is a class derived from Source that
 
@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Reader(Protocol):
@@ -38,6 +38,19 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Close all files."""
+
+
+# A tuple, because a data worker would take twice as long to unpickle 140,000 dataclass objects.
+class Shard(NamedTuple):
+    """A tar file and its number of samples."""
+
+    name: str
+    samples: int
+    """Number of complete samples; 0 also if samples are not counted (data.index=none)."""
+    bytes: int
+    """Size in bytes; 0 if unknown."""
+    tag: str = ""
+    """ETag or time of the last modification when the shard was counted; "" if unknown."""
 
 
 class Source:

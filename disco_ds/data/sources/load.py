@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
-from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
-from disco_ds.data.remote.cache_size import sum_bytes
+from disco_ds.data.order import (
+    IDS_PER_SHARD,
+    SLOTS,
+    Mixture,
+    WholeShards,
+    estimate_open_shards,
+    mix_sources,
+)
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
-from disco_ds.data.sources.csv_source import Table
-from disco_ds.data.sources.listing import find_shards, is_table
-from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
+from disco_ds.data.sources.cache import DISK_SHARE, find_limit
+from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection, count_uids
+from disco_ds.data.sources.shards import (
+    Manifest,
+    find_shards,
+    is_table,
+    load_manifest,
+    read_manifest,
+    some,
+)
 from disco_ds.names import load_custom, plural
 
 _DEFAULT_BYTES = 128e9
@@ -26,24 +41,24 @@ time."""
 def load_sources(settings: DataSettings) -> list[Source]:
     """Load the sources that the settings name, and return them. There is at least one.
 
-    No samples are read, except for a few rows of a csv file, as a check.
+    No samples are read.
 
     Raises:
         ValueError: If shards or manifests are missing or do not match, if the settings do not allow remote shards, or
             if a class cannot be imported or constructed. The message begins with the setting of the source, such as
             data.shards.
     """
-    found = []
+    sources: list[Source] = []
     for number, part in enumerate(settings.parts):
         try:
-            found.append(_load(part, settings))
+            sources.append(_load(part, settings))
             # Load the selection only to report errors in it before anything else is built. The workers load it again.
             Selection.load(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
             where = f"data.sources[{number}]" if settings.parts is settings.sources else key
             raise ValueError(f"{where}: {error}") from None
-    return found
+    return sources
 
 
 def _load(part: SampleSettings, settings: DataSettings) -> Source:
@@ -56,21 +71,20 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
         # The manifest lists the shards, so the bucket need not be listed when a run starts.
-        known = read_manifest(part.manifest)
+        known = read_manifest(part.manifest).names
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
         missing = [
             name
-            for name in listing.names
-            if not (listing.urls or (listing.folder / name).is_file())
+            for name, location in listing.locate().items()
+            if not (is_remote(location) or Path(location).is_file())
         ]
         if missing:
             raise ValueError(
                 f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"
             )
-        shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
-        return Manifest(listing.folder, shards, tuple(listing.urls.values()), settings.remote)
+        return replace(listing, remote=settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)
 
 
@@ -118,7 +132,7 @@ def count_slots(
     slots, origin = settings.slots, "set by data.slots"
     if slots is None:
         candidates = [num for num in SLOTS if num <= len(sizes)]
-        fitting = (n for n in candidates if sum_bytes(settings, sources, n)[0] <= _DEFAULT_BYTES)
+        fitting = (n for n in candidates if sum_bytes(settings, sources, n) <= _DEFAULT_BYTES)
         slots, origin = saved or next(fitting, 1), f"the default for {plural(len(sizes), 'shard')}"
     if slots > num_units:
         raise ValueError(
@@ -140,6 +154,55 @@ def count_slots(
         f"the data order has {slots} slots ({origin}), not a multiple of the number of ranks ({ranks}); "
         f"set data.slots={' or data.slots='.join(nearest)}"
     )
+
+
+def check_cache(
+    settings: DataSettings, sources: Sequence[Source], num_slots: int, ranks: int, ranks_here: int
+) -> None:
+    """Check that this host's cache can contain the remote shards that its slots read and prefetch at a time.
+
+    If it could not, a whole shard would be fetched for nearly every sample.
+
+    Args:
+        settings: Settings of the data.
+        sources: Sources of the data.
+        num_slots: Number of slots on all hosts.
+        ranks: Number of ranks on all hosts.
+        ranks_here: Number of ranks on this host.
+
+    Raises:
+        ValueError: If the shards do not fit. The message suggests settings.
+    """
+    slots_here = num_slots * ranks_here // ranks
+    needed = sum_bytes(settings, sources, slots_here, prefetch=True)
+    limit = find_limit(settings.remote)
+    if needed > limit:
+        needed_gb = (
+            math.ceil(needed / 1e6) / 1e3
+        )  # rounded up, so that the suggestion is large enough
+        raise ValueError(
+            f"the {slots_here} slots of this host read and prefetch up to {needed_gb:g} GB of remote shards at a time, "
+            f"but the cache in {settings.remote.cache} has room for only {limit / 1e9:.4g} GB; set "
+            f"data.remote.cache_gb={needed_gb:g} (at most {DISK_SHARE:.0%} of the disk space), or "
+            f"data.remote.prefetch_shards=0 or, for a new run, fewer data.slots than {num_slots}"
+        )
+
+
+def sum_bytes(
+    settings: DataSettings, sources: Sequence[Source], num_slots: int, prefetch: bool = False
+) -> float:
+    """Sum the sizes of the remote shards that `num_slots` slots read, or also prefetch, at a time."""
+    total = 0.0
+    for source in sources:
+        # With data.index=none, the sizes are unknown.
+        if isinstance(source, Manifest) and source.urls and source.num_samples:
+            whole = sum(shard.bytes for shard in source.shards)
+            num = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
+            if prefetch and settings.remote.prefetch_shards:
+                # One shard of a slot's next window is also in its current window.
+                num += max(settings.remote.prefetch_shards, num - 1)
+            total += min(whole, num * num_slots * whole / len(source.shards))
+    return total
 
 
 def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:

@@ -10,6 +10,7 @@ sample's entry is its index among the samples of the tar. Tars must be uncompres
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from disco_ds.data.errors import (
     MAX_BYTES,
@@ -30,32 +31,19 @@ from disco_ds.data.errors import (
     DroppedSample,
     LostSample,
 )
-from disco_ds.data.remote.fetching import progress
+from disco_ds.data.sources.base import Shard
+from disco_ds.data.sources.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
 _MAX_HEADER = 2**16
 """Maximum size in bytes of a header with a long name or pax records. Real headers are much smaller, because a path
 has at most 4,096 bytes."""
-_MAX_READS = 64
-"""Maximum number of reads for the headers of one member, which include its long name and its pax records."""
 _FILES_KEPT = 64
 """Maximum number of local shards that stay open."""
-_SEARCHED_BYTES = 2**20
-"""Data after a tar's end mark is searched for in this many bytes, counted from the start of the end mark."""
 _MAX_READ_AHEAD = 2 * 2**30
 """Shards with more bytes are not read whole before the scan, because the page cache might not keep them for long."""
 _BLOCK = 2**20
-_SPARSE = -2
-"""Recorded as the size of a sparse member, whose data are not consecutive bytes of the tar."""
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\xfd7zXZ\0": "xz",
-    b"PK\x03\x04": "zip",
-}
-"""Maps the first bytes of compressed files to the format."""
 
 
 class TarIndex:
@@ -83,8 +71,6 @@ class TarIndex:
             self.end = file.tell() - tarfile.BLOCKSIZE
         except tarfile.ReadError as error:
             self.truncated = str(error)
-            if not self.headers and (reason := _explain_format(file)):
-                self.truncated = f"it is {reason}"
 
     def __len__(self) -> int:
         return max(len(self._starts) - 1, 0)
@@ -110,22 +96,7 @@ class TarIndex:
             self._extensions.append(extension)
             self._offsets.append(member.offset_data)
             # A damaged header may contain any size. _read_member refuses sizes that are out of range.
-            size = min(max(member.size, -1), MAX_BYTES + 1)
-            self._sizes.append(_SPARSE if member.issparse() else size)
-
-
-def _explain_format(file: BinaryIO) -> str | None:
-    """Return what a file is that is not a tar, with a remedy; None if it is unknown."""
-    file.seek(0)
-    start = file.read(512)
-    for signature, name in _COMPRESSED.items():
-        if start.startswith(signature):
-            return f"compressed by {name}, but a shard must be an uncompressed tar; decompress it"
-    if not start:
-        return "empty; write it again"
-    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return "an HTML page, probably an error page of a server; download the shard again"
-    return None
+            self._sizes.append(min(max(member.size, -1), MAX_BYTES + 1))
 
 
 def split_name(path: str) -> tuple[str, str] | None:
@@ -135,40 +106,22 @@ def split_name(path: str) -> tuple[str, str] | None:
     return (folder + slash + stem, extension) if stem and dot else None
 
 
-def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
-    """Return whether a complete tar has nonzero bytes within _SEARCHED_BYTES after the start of its end mark."""
-    file.seek(index.end)
-    return any(file.read(_SEARCHED_BYTES))
-
-
-class _Headers:
-    """A file object for tarfile that reads only headers, and limits their size and number.
+class _Headers(io.FileIO):
+    """The file of a shard for tarfile, which reads only headers. Their size is limited.
 
     A damaged header can contain any size. tarfile would allocate that much memory, seek that far, or spend hours on a
     large pax header, whose text it searches in quadratic time.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._end = os.fstat(file.fileno()).st_size
-        self.num_reads = 0
-        """Number of reads since the last member."""
-
-    def read(self, size: int) -> bytes:
-        self.num_reads += 1
+    def read(self, size: Any = -1, /) -> bytes:
         if not 0 <= size <= _MAX_HEADER:
             raise tarfile.ReadError(f"the header at byte {self.tell()} claims to have {size} bytes")
-        if self.num_reads > _MAX_READS:
-            raise tarfile.ReadError(f"the member at byte {self.tell()} has too many headers")
-        return self._file.read(size)
+        return super().read(size)
 
-    def seek(self, offset: int) -> int:
-        if not 0 <= offset < self._end:
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if not 0 <= offset < os.fstat(self.fileno()).st_size:
             raise tarfile.ReadError("unexpected end of data")
-        return self._file.seek(offset)
-
-    def tell(self) -> int:
-        return self._file.tell()
+        return super().seek(offset)
 
 
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
@@ -180,13 +133,12 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
         tarfile.ReadError: Where the tar is truncated or damaged.
     """
     file.seek(at)
-    headers = _Headers(file)
+    headers = _Headers(file.fileno(), closefd=False)
     try:
-        with tarfile.open(fileobj=headers, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=headers, mode="r:", errorlevel=0) as tar:
             while (member := tar.next()) is not None:
-                headers.num_reads = 0
                 # tarfile would otherwise keep all members in memory.
-                tar.members.clear()
+                tar.members.clear()  # type: ignore[attr-defined]
                 if member.isfile():
                     yield member
                 # A damaged header may contain a negative size, which would send tarfile into an infinite loop.
@@ -210,24 +162,21 @@ class TarReader:
 
     Args:
         folder: Folder of the shards.
-        names: The shards in the manifest's order.
+        shards: The shards in the manifest's order. The number of samples of a shard is 0 if it is unknown.
         num_indices: Maximum number of shard indices to keep; the least recently used one is dropped.
         fetch: Opens a remote shard by its number; None if the shards are in the folder.
-        sizes: Number of samples that each shard should have, if known.
     """
 
     def __init__(
         self,
         folder: Path,
-        names: list[str],
+        shards: Sequence[Shard],
         num_indices: int,
         fetch: Callable[[int], BinaryIO] | None = None,
-        sizes: Sequence[int] | None = None,
     ) -> None:
-        self._sizes = sizes
         self._folder = folder
-        self._names = names
-        self._fetch = fetch
+        self._shards = shards
+        self._open = fetch or self._open_local
         # Remote shards stay open as long as their index is kept: an open shard is locked against eviction.
         self._num_files = _FILES_KEPT if fetch is None else num_indices
         self._index = lru_cache(num_indices)(self._index_shard)
@@ -255,9 +204,8 @@ class TarReader:
                 # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
                 raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
-                size = len(index) if self._sizes is None else self._sizes[shard]
                 raise LostSample(
-                    f"the shard is damaged, and {size - len(index)} of its {size} samples are lost: {index.truncated}"
+                    f"the shard is damaged after {len(index)} samples, and the rest is lost: {index.truncated}"
                 )
             return {
                 extension: _read_member(file, extension, offset, size)
@@ -268,7 +216,7 @@ class TarReader:
             if shard in self._files:  # a later attempt must not use a stale handle
                 self._files.pop(shard).close()
             # The error of a read does not name the file.
-            path = str(self._folder / self._names[shard])
+            path = str(self._folder / self._shards[shard].name)
             raise OSError(error.errno, error.strerror, path) from None
 
     def count(self, shard: int) -> int:
@@ -284,7 +232,7 @@ class TarReader:
             with suppress(tarfile.ReadError, StopIteration):
                 member = next(_walk(self._file(shard), index.headers[entry]))
                 key, _ = split_name(member.name) or (key, "")
-        return f"{self._names[shard]}/{key}"
+        return f"{self._shards[shard].name}/{key}"
 
     def close(self) -> None:
         """Close all files."""
@@ -300,32 +248,24 @@ class TarReader:
             while file.read(_BLOCK):
                 progress.add()
         index = TarIndex(file)
-        expected = self._sizes[shard] if self._sizes is not None else len(index)
-        if self._sizes is None and index.truncated is not None:
+        name, expected, *_ = self._shards[shard]
+        if index.truncated is not None and not expected:
             warnings.warn(
-                f"shard {self._names[shard]} is truncated after {len(index):,} samples: {index.truncated}",
+                f"shard {name} is truncated after {len(index):,} samples: {index.truncated}",
                 stacklevel=2,
             )
-        if len(index) != expected and index.truncated is None:
+        if index.truncated is None and expected not in (0, len(index)):
             warnings.warn(
-                f"shard {self._names[shard]} has {len(index):,} samples, but the manifest says {expected:,}; remove "
-                "the manifest and any wrong sizes.json, _info.json or stats file, and run disco-ds index again",
+                f"shard {name} has {len(index):,} samples, but the manifest says {expected:,}; remove the manifest and "
+                "any wrong sizes.json or stats file, and run disco-ds index again",
                 stacklevel=2,
             )
         return index
 
     def _file(self, shard: int) -> BinaryIO:
-        if shard not in self._files:
-            self._files[shard] = self._open(shard)
-            if len(self._files) > self._num_files:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(shard)
-        return self._files[shard]
-
-    def _open(self, shard: int) -> BinaryIO:
-        while self._fetch is not None:
+        while shard not in self._files:
             try:
-                return self._fetch(shard)
+                self._files[shard] = self._open(shard)
             except CacheFullError:
                 if not self._files:
                     raise
@@ -333,15 +273,23 @@ class TarReader:
                     "data.remote.cache_gb is small: some shards may be fetched repeatedly",
                     stacklevel=2,
                 )
-                # Close the least recently used shard, so that the cache can evict it.
-                self._files.popitem(last=False)[1].close()
+                # The cache can evict a shard that is closed.
+                self._close_oldest()
+        self._files.move_to_end(shard)
+        if len(self._files) > self._num_files:
+            self._close_oldest()
+        return self._files[shard]
+
+    def _close_oldest(self) -> None:
+        """Close the least recently used shard."""
+        self._files.popitem(last=False)[1].close()
+
+    def _open_local(self, shard: int) -> BinaryIO:
         # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
-        return open(self._folder / self._names[shard], "rb", buffering=0)
+        return open(self._folder / self._shards[shard].name, "rb", buffering=0)
 
 
 def _read_member(file: BinaryIO, extension: str, offset: int, size: int) -> bytes:
-    if size == _SPARSE:
-        raise BrokenSample(f"its {extension} member is stored as a sparse file; use tar without -S")
     if not 0 <= size <= MAX_BYTES:
         raise BrokenSample(f"the size of its {extension} member is not in 0 .. {MAX_BYTES:,} bytes")
     data = os.pread(file.fileno(), size, offset)

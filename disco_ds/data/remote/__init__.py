@@ -1,1 +1,0 @@
-"""Remote shards: fetched whole, cached on the host's disk, and prefetched."""

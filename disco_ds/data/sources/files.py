@@ -1,0 +1,305 @@
+"""Images in separate files: the rows of a csv file, and folders with one sub-folder per class.
+
+A csv has the format of open_clip's --train-data: the first line contains the column names, separated by tabs, commas or
+semicolons. data.image_key names the column of paths, which are relative to the csv's folder or, as in open_clip, to the
+working directory. The templates of data.captions name the other columns. Only the offsets of the rows are kept in
+memory. For the data order, the rows are divided into nominal shards.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+from array import array
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from disco_ds.config.data import DataSettings
+from disco_ds.data.captions import fill_template, list_fields
+from disco_ds.data.errors import BrokenSample, breaks_sample, read_regular
+from disco_ds.data.order import divide
+from disco_ds.data.sources.base import Source, digest
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Source):
+    """A csv file and the byte offsets of its rows. The source is also the Reader."""
+
+    path: Path
+    separator: str
+    columns: list[str]
+    image: str
+    """The column of image paths."""
+    starts: np.ndarray
+    """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
+    lines: np.ndarray
+    """Line of the file at which each row begins, [n] int32. The first line of the file is line 1."""
+    fingerprint: str
+    """Digest of the whole file, because its rows are the samples."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of rows in each nominal shard."""
+        return divide(len(self.starts) - 1)
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [0, *accumulate(self.sizes)]
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return open(self.path, "rb", buffering=0)
+
+    def open(self, num_slots: int = 1, window: int = 1) -> Self:
+        """Return a copy, which opens the csv file. An open file could not be sent to a worker."""
+        return replace(self)
+
+    def close(self) -> None:
+        """Close the csv file."""
+        self._file.close()
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the row's values by column, with the image's bytes in place of its path.
+
+        Raises:
+            BrokenSample: If the row has no image or too many values, or if its image cannot be read.
+            ValueError, csv.Error: If the row is malformed.
+            OSError: If the csv file itself cannot be read.
+        """
+        values = self.read_row(self._first_rows[shard] + entry)
+        sample = {column: value.encode() for column, value in values.items()}
+        sample[self.image] = read_regular(self.find(values[self.image]))
+        return sample
+
+    def read_row(self, row: int) -> dict[str, str]:
+        """Return the values of a row by column. Raises the same exceptions as `read`."""
+        start, stop = self.starts[row : row + 2].tolist()
+        text = os.pread(self._file.fileno(), stop - start, start).decode()
+        lines = io.StringIO(text, newline="\n")
+        values = next(csv.reader(lines, delimiter=self.separator, strict=True), [])
+        # Spreadsheets may write empty values after the last column.
+        if any(values[len(self.columns) :]):
+            raise BrokenSample(
+                f"the row has {len(values)} values, but there are {len(self.columns)} columns; quote the caption, as "
+                'in "a dog, running", and double every quote inside it'
+            )
+        named = dict(zip(self.columns, values, strict=False))
+        if not named.get(self.image, "").strip():
+            raise BrokenSample(f"the row has no {self.image}")
+        return named
+
+    def find(self, image: str) -> Path:
+        """Return the path of an image in the csv's folder.
+
+        If the image exists only in the working directory, return its path in that directory instead.
+        """
+        path = self.path.parent / image
+        return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `file/line number`, for messages."""
+        return f"{self.path.name}/line {self.lines[self._first_rows[shard] + entry]}"
+
+    @classmethod
+    def load(cls, shards: str, settings: DataSettings) -> Table:
+        """Load a csv file: find its columns, and where each of its rows begins.
+
+        Raises:
+            ValueError: If the file is missing or empty, if it lacks a column that the settings name, or if two columns
+                have the same name.
+        """
+        path = Path(shards).expanduser()
+        try:
+            with open(path, "rb") as file:
+                first_line = file.readline()
+                heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
+                separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
+                columns = next(csv.reader([heading], delimiter=separator), [])
+                starts, lines, fingerprint = _find_rows(file, separator, first_line)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+        if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
+            raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
+        image = next((key for key in settings.image_key.split(";") if key in columns), None)
+        templates = [*settings.captions, settings.group_by or ""]
+        wanted = {field for template in templates for field in list_fields(template)}
+        if image is None or not wanted <= set(columns):
+            missing = sorted(wanted - set(columns)) or [settings.image_key]
+            raise ValueError(
+                f"{path} has no column {', '.join(missing)}; its columns: {', '.join(columns)}. Name them in "
+                "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
+                "eval.label_key"
+            )
+        if not len(lines):
+            raise ValueError(f"{path} has no rows below its column names")
+        return cls(path, separator, columns, image, starts, lines, fingerprint)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CaptionedImages(Table):
+    """The images of a table with their captions or labels. Used by evaluations."""
+
+    rows: list[int]
+    """The number of each image's first row."""
+    texts: list[list[str] | BrokenSample]
+    """The captions or labels of each image, without line breaks, or the reason why it has none."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of images. All of them are in one nominal shard."""
+        return [len(self.rows)]
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the image under the name of its column, and its texts, one per line, under "texts"."""
+        texts = self.texts[entry]
+        if isinstance(texts, BrokenSample):
+            raise texts
+        path = self.find(self.read_row(self.rows[entry])[self.image])
+        return {self.image: read_regular(path), "texts": "\n".join(texts).encode()}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `file/line number` of the image's first row, for messages."""
+        return f"{self.path.name}/line {self.lines[self.rows[entry]]}"
+
+    @classmethod
+    def read_texts(cls, table: Table, template: str, joins: bool = True) -> CaptionedImages:
+        """Read the texts of a table.
+
+        Args:
+            table: The table.
+            template: Template of a row's text.
+            joins: Whether rows with the same path are one image with several texts. A broken row is always a separate
+                image, so that it is counted as broken.
+        """
+        images: dict[str | int, tuple[int, list[str] | BrokenSample]] = {}
+        with closing(table.open()) as reader:
+            for row in range(table.num_samples):
+                key: str | int = row
+                try:
+                    with breaks_sample(OSError):
+                        values = reader.read_row(row)
+                        if joins:
+                            key = os.path.abspath(table.find(values[table.image]))
+                        text = " ".join(fill_template(template, values).split())
+                except BrokenSample as error:
+                    images.setdefault(key, (row, error))
+                    continue
+                first_row, known = images.get(key, (row, []))
+                known = [] if isinstance(known, BrokenSample) else known
+                images[key] = first_row, [*known, text]
+        rows, texts = map(list, zip(*images.values(), strict=True))
+        of_table = {each.name: getattr(table, each.name) for each in fields(table)}
+        return cls(**of_table, rows=rows, texts=texts)
+
+
+def _find_rows(
+    file: BinaryIO, separator: str, heading: bytes
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return Table.starts, Table.lines and Table.fingerprint.
+
+    A quoted value may span lines. Empty lines are skipped.
+
+    Args:
+        file: The file, positioned after its first line.
+        separator: The separator of the columns.
+        heading: The first line, which the fingerprint includes.
+    """
+    digest = hashlib.sha256(heading)
+    ends = array("q", [len(heading)])
+    """Offset at which each line ends."""
+    first_lines = array("i")
+    """Number of lines between the heading and each row."""
+
+    def read_lines() -> Iterator[str]:
+        for line in file:
+            digest.update(line)
+            ends.append(ends[-1] + len(line))
+            # Only the structure matters here, and latin-1 decodes any byte into one character.
+            yield line.decode("latin-1")
+
+    rows = csv.reader(read_lines(), delimiter=separator, strict=True)
+    row: list[str] | None = []
+    while row is not None:
+        line = rows.line_num
+        try:
+            row = next(rows, None)
+        except csv.Error:
+            row = ["malformed"]  # costs one sample
+        if row:
+            first_lines.append(line)
+    lines = np.array(first_lines)
+    starts = np.append(np.array(ends)[lines], ends[-1])
+    return starts, lines + 2, digest.hexdigest()[:16]
+
+
+class ImageFolder(Source):
+    """A folder with one sub-folder of images per class. A sub-folder is a shard. The source is also the Reader.
+
+    The sub-folders are sorted by name, or numerically if all names are numbers. Their image files are sorted by name.
+    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder.
+
+    Raises:
+        ValueError: If there is no sub-folder, or if none contains an image.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        # Keep classes without images, because they are possible answers in zero-shot classification.
+        self.folders = sort_labels(
+            [
+                entry.name
+                for entry in os.scandir(self.folder)
+                if entry.is_dir() and not entry.name.startswith(".")
+            ]
+        )
+        # The label of a sample comes from a filled template, which is stripped, so strip these labels too.
+        self.classes = [name.strip() for name in self.folders]
+        self.files = [
+            sorted(
+                name for name in os.listdir(self.folder / label) if name.lower().endswith(_SUFFIXES)
+            )
+            for label in self.folders
+        ]
+        self.sizes = [len(names) for names in self.files]
+        self.fingerprint = digest([self.classes, self.files])
+        if not any(self.sizes):
+            raise ValueError(
+                f"{folder} has no sub-folder with an image; expected .tar shards, or one sub-folder per class with "
+                f"{', '.join(_SUFFIXES)} files"
+            )
+
+    def open(self, num_slots: int = 1, window: int = 1) -> ImageFolder:
+        """Return the source itself, which keeps no file open."""
+        return self
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the members of a sample.
+
+        Raises:
+            BrokenSample: If the file cannot be read.
+        """
+        image = read_regular(self.folder / self.name(shard, entry))
+        return {"image": image, "cls": self.classes[shard].encode()}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `class/file`."""
+        return f"{self.folders[shard]}/{self.files[shard][entry]}"
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+
+def sort_labels(labels: Collection[str]) -> list[str]:
+    """Sort labels alphabetically or, if all of them are numbers, numerically."""
+    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else None)
