@@ -10,7 +10,7 @@ from pathlib import Path
 from disco_ds.data.errors import read_regular
 from disco_ds.data.sources.base import Source, digest
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
 
 
 class ImageFolder(Source):
