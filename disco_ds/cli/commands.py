@@ -88,8 +88,7 @@ def embed(options: Embed) -> int:
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """
-    from disco_ds.checks.samples import NUM_SHOWN, draw_pairs
-    from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, Scores
+    from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, read_scores
     from disco_ds.eval.model import in_precision, load_model, read_input_spec
     from disco_ds.models.pretrained import hash_weights
 
@@ -111,18 +110,12 @@ def embed(options: Embed) -> int:
             f"train on {options.to} with\nteacher: {{image: {IMAGE}, text: {TEXT}, scale: {scale:.6g}{known}}}"
         )
     if options.score and complete:
-        scores = Scores.load(options.to)
-        below = [
-            f"{p}% are below {scores.find_quantile(p / 100):.2f}" for p in (10, 30, 50, 70, 90)
-        ]
-        print(f"{SCORE} of {len(scores.values):,} samples: {', '.join(below)}")
-        print(f"train on data.shards={options.to} and")
-        for share in (70, 50, 30):
-            threshold = scores.find_quantile(1 - share / 100)
-            picture = options.to / f"best_{share}.png"
-            draw_pairs(embedder.read_pairs(scores, threshold, NUM_SHOWN), picture)
-            rule = f"{{{SCORE}: {{min: {threshold}}}}}"
-            print(f"the best {share}%: data.filter='{rule}'; the pairs around it: {picture}")
+        scores = read_scores(options.to)
+        quantiles = {p: scores[p * len(scores) // 100] for p in (10, 30, 50, 70, 90)}
+        below = ", ".join(f"{p}% are below {score:.2f}" for p, score in quantiles.items())
+        print(f"{SCORE} of {len(scores):,} samples: {below}\ntrain on data.shards={options.to} and")
+        for p in (30, 50, 70):
+            print(f"the best {100 - p}%: data.filter='{{{SCORE}: {{min: {quantiles[p]}}}}}'")
     return 0
 
 

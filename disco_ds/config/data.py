@@ -259,7 +259,7 @@ class DataSettings(SampleSettings):
     """Number of worker processes per rank, which read and decode samples. Null: one fewer than the
     number of CPU cores per rank. 0: the training process decodes the samples. Raise the number if
     `time/data_wait_s` is a large part of the time of a step."""
-    prefetch: int | None = Field(None, gt=0, le=2**24)
+    prefetch: int | None = Field(None, gt=0, le=10_000)
     """Number of micro-batches that each rank prepares ahead. Null: the number of micro-batches in
     one step, but at least 4, and at most as many as fit into an eighth of the rank's share of host
     memory. Lower the number if the host runs out of memory."""

@@ -6,7 +6,7 @@ The order of the samples depends only on the seed, the sources and the settings.
     sources                           where samples come from, and how remote shards are fetched and cached
     captions.py, images.py, stored.py caption, pixels and stored embeddings of a sample
     samples.py                        a sample as named arrays, and how it is prepared
-    worker.py, feed.py, loader.py     worker processes, the copy to the device, and the loader of a rank
+    worker.py, loader.py              worker processes, and the loader of a rank
     sequential.py, embed.py           reading for evaluation, and storing of embeddings
 
 This package imports only `config` and `names` from the rest of disco_ds. It receives the rank and the number of ranks

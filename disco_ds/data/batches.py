@@ -71,31 +71,34 @@ class Staging:
 
 
 @dataclass
-class StepData:
-    """A record of one rank's data for one step: ids, errors, waiting time and positions, but not the micro-batches.
+class Report:
+    """A record of reading: of a worker's rows of a micro-batch, or of all rows of a rank in a step."""
 
-    Loader.first_pass fills it.
-    """
+    cursor: Cursor = field(default_factory=dict)
+    """The position from which to continue reading each stream whose samples were read."""
+    broken: list[str] = field(default_factory=list)
+    """`shard/key: reason` of each broken sample that was skipped in the first epoch of its source."""
+    dropped: int = 0
+    """Number of samples that were dropped or lost (see DroppedSample and LostSample)."""
+    damaged: list[str] = field(default_factory=list)
+    """`shard: reason` of each shard that turned out to be damaged."""
+
+
+@dataclass
+class StepData(Report):
+    """A record of one rank's data for one step, without the micro-batches. Loader.first_pass fills it."""
 
     error: str | None = None
     """Description of the error, or None. All micro-batches after an error are placeholders, so that this rank still
     takes part in all collectives."""
     wait_s: float = 0.0
     """Time in seconds that the trainer waited for data."""
-    broken: list[str] = field(default_factory=list)
-    """`shard/key: reason` of each broken sample that was skipped in this step."""
-    dropped: int = 0
-    """Number of samples that were dropped or lost in this step (see DroppedSample and LostSample)."""
-    damaged: list[str] = field(default_factory=list)
-    """`shard: reason` of each damaged shard that a worker found in this step."""
     num_tokens: int = 0
     """Number of tokens of all texts, as in `lengths` of a micro-batch; 0 if they are not counted."""
     index: list[Tensor] = field(default_factory=list)
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
     text: list[Tensor] | None = None
     """Tokens of each micro-batch, [m, L] int64 on the CPU; None if they are not kept."""
-    cursor: Cursor = field(default_factory=dict)
-    """The position from which to continue reading each stream that this step read from."""
 
 
 class SharedBatches:
@@ -107,28 +110,33 @@ class SharedBatches:
         num: Number of buffers.
         rows: Number of samples in each buffer.
         arrays: The arrays of each sample.
+        shared: The file of another process's buffers. None: create the file.
     """
 
-    def __init__(self, num: int, rows: int, arrays: Arrays) -> None:
-        self._num, self._rows, self._arrays = num, rows, arrays
-        self._fd = os.memfd_create("disco_ds")
-        os.ftruncate(self._fd, num * rows * count_bytes(arrays))
-        self._map()
+    def __init__(self, num: int, rows: int, arrays: Arrays, shared: Any = None) -> None:
+        self._given = num, rows, arrays
+        self._fd = shared.detach() if shared else os.memfd_create("disco_ds")
+        self._pinned = False
+        num_bytes = num * rows * count_bytes(arrays)
+        os.ftruncate(self._fd, num_bytes)
+        self._memory: Tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+        self.buffers: list[MicroBatch] = [{} for _ in range(num)]
+        rest = self._memory
+        # The widest types come first, so that every array is aligned.
+        for name in sorted(arrays, key=lambda name: -arrays[name][0].itemsize):
+            dtype, shape = arrays[name]
+            is_image = len(shape) == 3
+            # Images are stored as [H, W, 3], as they are decoded and resized.
+            stored = (*shape[1:], shape[0]) if is_image else shape
+            num_bytes = num * rows * math.prod(shape) * dtype.itemsize
+            array = rest[:num_bytes].view(dtype).view(num, rows, *stored)
+            rest = rest[num_bytes:]
+            for number, buffer in enumerate(self.buffers):
+                buffer[name] = array[number].movedim(-1, 1) if is_image else array[number]
 
-    def __getitem__(self, number: int) -> MicroBatch:
-        return self._buffers[number]
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # DupFd passes the file descriptor to the process that is being started.
-        return self._num, self._rows, self._arrays, DupFd(self._fd)
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._num, self._rows, self._arrays, descriptor = state
-        self._fd = descriptor.detach()
-        self._map()
+        return SharedBatches, (*self._given, DupFd(self._fd))
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the CUDA device can be asynchronous."""
@@ -149,29 +157,6 @@ class SharedBatches:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
         os.close(self._fd)
-
-    def _map(self) -> None:
-        self._pinned = False
-        samples = self._num * self._rows
-        memory = mmap.mmap(self._fd, samples * count_bytes(self._arrays))
-        self._memory: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        arrays, start = {}, 0
-        # The widest types come first, so that every array is aligned.
-        for name, (dtype, shape) in sorted(
-            self._arrays.items(), key=lambda item: -item[1][0].itemsize
-        ):
-            stop = start + samples * math.prod(shape) * dtype.itemsize
-            array = self._memory[start:stop].view(dtype)
-            if len(shape) == 3:
-                # Images are stored as [H, W, 3], as they are decoded and resized.
-                array = array.view(self._num, self._rows, *shape[1:], 3).movedim(-1, 2)
-            else:
-                array = array.view(self._num, self._rows, *shape)
-            arrays[name] = array
-            start = stop
-        self._buffers: list[MicroBatch] = [
-            {name: array[number] for name, array in arrays.items()} for number in range(self._num)
-        ]
 
 
 def count_bytes(arrays: Arrays) -> int:

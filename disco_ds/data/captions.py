@@ -69,11 +69,11 @@ def number_caption(
 
     The captions are numbered in the order of list_captions.
     """
-    draws = _Draws(item)
+    filler = _Filler(item)
     chosen = _pick_template(weights, uniform)
-    _fill(chosen, members, draws)
+    filler.vformat(chosen, (), members)
     captions = [(template, items) for template, items, _ in _produce(weights, members)]
-    return captions.index((chosen, draws.items)), len(captions)
+    return captions.index((chosen, filler.items)), len(captions)
 
 
 def list_captions(weights: dict[str, float], members: Members) -> list[str]:
@@ -93,12 +93,12 @@ def _produce(
         # Each choice of an item may lead to other choices: {a[*]|b[*]} uses an item of b only if that of a is blank.
         items: tuple[int, ...] | None = ()
         while items is not None:
-            draws = _Draws(0.0, items)
+            filler = _Filler(0.0, items)
             with suppress(*_UNFILLED):
-                text = _fill(template, members, draws).strip()
+                text = filler.vformat(template, (), members).strip()
                 if text:
-                    yield template, draws.items, text
-            items = draws.find_next()
+                    yield template, filler.items, text
+            items = filler.find_next()
 
 
 def list_fields(template: str) -> set[str]:
@@ -123,16 +123,18 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
-        text = _fill(template, members, _Draws(item))
+        text = _Filler(item).vformat(template, (), members).strip()
     except _UNFILLED as error:
         raise BrokenSample(f"{what} {template!r}: {type(error).__name__}: {error}{seen}") from None
-    if not text.strip():
+    if not text:
         raise BrokenSample(f"{what} {template!r} is empty{seen}")
-    return text.strip()
+    return text
 
 
-class _Draws:
-    """Chooses the items of lists, one for each `[*]` in a template.
+class _Filler(string.Formatter):
+    """Fills templates, and chooses an item of a list for each `[*]`.
+
+    `vformat` raises one of the types in _UNFILLED if a field is missing or cannot be used.
 
     Args:
         uniform: Random number in [0, 1) that determines the items, except the given ones.
@@ -145,20 +147,19 @@ class _Draws:
         """The choices so far."""
         self._lengths: tuple[int, ...] = ()
 
-    def choose(self, length: int) -> int:
-        """Choose an item of a list."""
-        if not length:
-            return 0  # the caller finds no item
-        number = len(self.items)
-        if number < len(self._given):
-            item = self._given[number]
-        else:
-            scaled = self._uniform * length
-            # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next choice is independent.
-            item, self._uniform = int(scaled), scaled % 1
-        self.items += (item,)
-        self._lengths += (length,)
-        return item
+    def get_field(self, field_name: str, args: Any, kwargs: Members) -> tuple[str, str]:
+        """Return the text of the first alternative whose value is not missing, null, NaN, infinite or blank.
+
+        If all others are skipped, return the last alternative even if it is blank.
+        """
+        *others, last = field_name.split("|")
+        for name in others:
+            # Ignore only missing values. Any other error makes the sample broken.
+            with suppress(LookupError):
+                text = self._look_up(name, kwargs)
+                if text.strip():
+                    return text, field_name
+        return self._look_up(last, kwargs), field_name
 
     def find_next(self) -> tuple[int, ...] | None:
         """Return the choices after these in lexicographic order; None if these are the last ones."""
@@ -167,76 +168,57 @@ class _Draws:
                 return *self.items[:k], self.items[k] + 1
         return None
 
-
-def _fill(template: str, members: Members, draws: _Draws) -> str:
-    """Fill a template, and update `draws`.
-
-    Raises:
-        Exception: One of the types in _UNFILLED, if a field is missing or cannot be used.
-    """
-    text = ""
-    for literal, field, _, _ in string.Formatter().parse(template):
-        text += literal
-        if field is not None:
-            text += _fill_field(field, members, draws)
-    return text
-
-
-def _fill_field(field: str, members: Members, draws: _Draws) -> str:
-    """Return the text of the field's first alternative whose value is not missing, null, NaN, infinite or blank.
-
-    If all others are skipped, the last alternative is returned even if it is blank. Raises like _look_up.
-    """
-    *others, last = field.split("|")
-    for name in others:
-        # Ignore only missing values. Any other error makes the sample broken.
-        with suppress(LookupError):
-            text = _look_up(name, members, draws)
-            if text.strip():
-                return text
-    return _look_up(last, members, draws)
-
-
-def _look_up(name: str, members: Members, draws: _Draws) -> str:
-    """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
-
-    Raises:
-        LookupError: If the value is missing, null, NaN or infinite.
-        ValueError: If the value is a list, an object or a boolean.
-    """
-    member, *keys = KEYS.findall(name)
-    value = members[member]
-    if isinstance(value, bytes):
-        value = json.loads(value) if member.rpartition(".")[2] == "json" else value.decode("utf-8")
-    for key in keys:
-        if value is None:
-            break
-        if key == "*":
-            if not isinstance(value, list):
-                raise ValueError(f"{{{name}}} is not a list")
-            # If the list is empty, this raises IndexError, which is a LookupError.
-            value = value[draws.choose(len(value))]
+    def _choose(self, values: list[Any]) -> Any:
+        """Choose an item of a list that is not empty."""
+        scaled = self._uniform * len(values)
+        item = int(scaled)
+        if len(self.items) < len(self._given):
+            item = self._given[len(self.items)]
         else:
-            value = value[int(key) if isinstance(value, list) else key]
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise LookupError(f"{{{name}}} is {value or 'null'}")
-    if isinstance(value, (bool, dict)):
-        raise ValueError(
-            f"{{{name}}} is of the type {type(value).__name__}, not a text or a number"
-        )
-    if isinstance(value, list):
-        raise ValueError(
-            f"{{{name}}} is a list of {len(value)} items; write {{{name}[0]}} for the first, "
-            f"{{{name}[*]}} for a random one"
-        )
-    return str(value)
+            # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next choice is independent.
+            self._uniform = scaled % 1
+        self.items += (item,)
+        self._lengths += (len(values),)
+        return values[item]
+
+    def _look_up(self, name: str, members: Members) -> str:
+        """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
+
+        Raises:
+            LookupError: If the value is missing, null, NaN or infinite.
+            ValueError: If the value is a list, an object or a boolean.
+        """
+        member, *keys = KEYS.findall(name)
+        value = members[member]
+        if isinstance(value, bytes):
+            is_json = member.rpartition(".")[2] == "json"
+            value = json.loads(value) if is_json else value.decode("utf-8")
+        for key in keys:
+            if value is None:
+                break
+            if key == "*":
+                if not isinstance(value, list):
+                    raise ValueError(f"{{{name}}} is not a list")
+                if not value:
+                    raise LookupError(f"{{{name}}} is an empty list")
+                value = self._choose(value)
+            else:
+                value = value[int(key) if isinstance(value, list) else key]
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise LookupError(f"{{{name}}} is {value or 'null'}")
+        if isinstance(value, (bool, dict, list)):
+            raise ValueError(
+                f"{{{name}}} is a {type(value).__name__}, not a text or a number; write {{{name}[0]}} for the first "
+                f"item of a list, {{{name}[*]}} for a random one"
+            )
+        return str(value)
 
 
-def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
+def find_group(group_by: str, members: Members, caption: str, image: Picture) -> int:
     """Return a 64-bit hash of the value that data.group_by names. Samples with equal values share a group.
 
     Args:
-        group_by: The setting data.group_by: "caption", "image" or a template. None: the result is 0.
+        group_by: The setting data.group_by: "caption", "image" or a template.
         members: The sample's members.
         caption: The caption that was chosen for this epoch.
         image: The encoded image, or the decoded one if data.transforms decoded it.
@@ -244,8 +226,6 @@ def find_group(group_by: str | None, members: Members, caption: str, image: Pict
     Raises:
         BrokenSample: If group_by is a template that cannot be filled, or whose result is empty.
     """
-    if group_by is None:
-        return 0
     if group_by == "image":
         value = image if isinstance(image, bytes) else image.tobytes()
     else:

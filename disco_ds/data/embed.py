@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,13 +35,11 @@ from disco_ds.data.errors import (
     BrokenSample,
     DataError,
     DroppedSample,
-    breaks_sample,
-    name_broken,
     refuse_broken,
 )
-from disco_ds.data.images import augment, find_image
+from disco_ds.data.images import augment, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.samples import InputSpec, decode_crop
-from disco_ds.data.sequential import map_in_threads
+from disco_ds.data.sequential import read_in_threads
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.load import load_sources
@@ -125,33 +122,14 @@ class Embedder:
         self._record(folder, source)
         paths = [folder / f"{shard:06d}.tar" for shard in range(len(source.sizes))]
         missing = [shard for shard in range(rank, len(paths), size) if not paths[shard].exists()]
-        with closing(self._embed_shards(source, missing)) as embedded:
+        with closing(self._load(source, missing)) as inputs:
+            embedded = self._embed_all(inputs, sum(source.sizes[shard] for shard in missing))
             for shard in missing:
                 _write_shard(paths[shard], islice(embedded, source.sizes[shard]))
         completes = bool(missing or rank == 0) and all(path.exists() for path in paths)
         if completes:
             write_manifest(index_shards(folder))
         return completes
-
-    def read_pairs(
-        self, scores: Scores, threshold: float, num: int
-    ) -> Iterator[tuple[Tensor, str, str]]:
-        """Yield the resized image, the first caption and the similarity of the pairs around a threshold."""
-        # The filter applied to the original samples. It may name a similarity that has been replaced.
-        changes: dict[str, Any] = {"crop_scale": None, "uids": None, "filter": {}}
-        settings = self.settings.model_copy(update=changes)
-        selection = Selection.load(settings)
-        middle = int(np.searchsorted(scores.values, threshold))
-        start = max(min(middle - num // 2, len(scores.values) - num), 0)
-        ends = np.cumsum(scores.manifest.sizes)
-        with closing(scores.manifest.open()) as reader:
-            for k in range(start, min(start + num, len(scores.values))):
-                shard = int(np.searchsorted(ends, scores.order[k], side="right"))
-                entry = int(scores.order[k] - ends[shard]) + scores.manifest.sizes[shard]
-                members = selection.read(reader, shard, entry)
-                picture = find_image(members, settings.image_key)
-                image = decode_crop(picture, settings, self.spec.image, key=0)
-                yield image, list_captions(settings.captions, members)[0], f"{scores.values[k]:.4f}"
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
@@ -172,95 +150,67 @@ class Embedder:
             **describe_views(data, self.views),
             SCORE: self.score or None,
         }
-        path = folder / RECORD
-        if not path.exists():
-            if any(folder.glob("*.tar")):
-                raise ValueError(
-                    f"{folder} has shards that embed did not write; choose another folder"
-                )
-            write_text(path, json.dumps(record, indent=1) + "\n")
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in json.loads(json.dumps(record)).items():
-            if before.get(key) != value:
-                raise ValueError(
-                    f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
-                )
+        path, text = folder / RECORD, json.dumps(record, indent=1) + "\n"
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            for key, value in json.loads(text).items():
+                if before.get(key) != value:
+                    raise ValueError(
+                        f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
+                    )
+        elif any(folder.glob("*.tar")):
+            raise ValueError(f"{folder} has shards that embed did not write; choose another folder")
+        else:
+            write_text(path, text)
 
-    def _read(
+    def _load(
         self, source: Source, shards: Sequence[int]
-    ) -> Generator[_Inputs | str | None, None, None]:
-        """Yield the teacher's inputs for each sample of some shards, in order.
-
-        For a broken sample, yield its name and the reason; for another sample that is left out, yield None.
-        """
-        settings, views = self.settings, self.views or 0
-        resized = settings.model_copy(update={"crop_scale": None})
+    ) -> Generator[_Inputs | BrokenSample, None, None]:
+        """Yield the teacher's inputs for each sample of some shards, in order, as read_in_threads does."""
+        settings, spec = self.settings, self.spec
         selection = Selection.load(settings)
-        lock = threading.Lock()  # a reader is not thread-safe
+        lock = threading.Lock()  # the functions in data.transforms may not be thread-safe
 
-        def load(position: tuple[int, int]) -> _Inputs | str | None:
-            try:
-                with lock, breaks_sample(OSError):
-                    raw = reader.read(*position)
-                    name = reader.name(*position)
-                    members = selection.apply(raw, lambda: name)
-                with breaks_sample():
-                    picture = find_image(members, settings.image_key)
-                    captions = list_captions(settings.captions, members)
-                    if not captions:
-                        raise BrokenSample("no template of data.captions can be filled")
-                    keys = [find_view_key(picture, view) for view in range(views)]
-                    images = [decode_crop(picture, settings, self.spec.image, key) for key in keys]
-                    if self.score or not views:
-                        # The whole image is resized, so the key of a crop is not used.
-                        images.append(decode_crop(picture, resized, self.spec.image, key=0))
-                    tokens = self.spec.tokenize([shorten_caption(text) for text in captions])
-                    fields = None
-                    if self.score and "json" in raw:
-                        fields = dict(json.loads(raw["json"]))
-                return _Inputs(name, raw, torch.stack(images), keys, tokens, fields)
-            except DroppedSample:
-                return None
-            except BrokenSample as error:
-                with lock:
-                    return name_broken(reader.name, *position, error)
+        def prepare(raw: Members, name: str) -> _Inputs:
+            with lock:
+                members = selection.apply(raw, lambda: name)
+            picture = find_image(members, settings.image_key)
+            captions = list_captions(settings.captions, members)
+            if not captions:
+                raise BrokenSample("no template of data.captions can be filled")
+            keys = [find_view_key(picture, view) for view in range(self.views or 0)]
+            images = [decode_crop(picture, settings, spec.image, key) for key in keys]
+            if self.score or not keys:
+                image = decode_image(picture, settings.max_pixels)
+                images.append(resize_for_evaluation(image, spec.image))
+            tokens = spec.tokenize([shorten_caption(text) for text in captions])
+            fields = dict(json.loads(raw["json"])) if self.score and "json" in raw else None
+            return _Inputs(name, raw, torch.stack(images), keys, tokens, fields)
 
         threads = settings.workers or max(len(os.sched_getaffinity(0)) - 1, 1)
         positions = ((shard, entry) for shard in shards for entry in range(source.sizes[shard]))
-        with (
-            closing(source.open(1, settings.window)) as reader,
-            closing(map_in_threads(load, positions, threads)) as samples,
-        ):
-            yield from samples
+        return read_in_threads(source, positions, threads, prepare)
 
-    def _embed_shards(
-        self, source: Source, shards: Sequence[int]
-    ) -> Generator[tuple[str, Members] | None, None, None]:
-        """Yield the name, the members and the embeddings of each sample of some shards, in order.
-
-        For a sample that is left out, yield None.
-        """
-        last = deque[str](maxlen=5)
-        num_read = num_broken = 0
-        total = sum(source.sizes[shard] for shard in shards)
-        with (
-            closing(self._read(source, shards)) as samples,
-            tqdm(total=total, unit=" samples", unit_scale=True) as bar,
-        ):
-            num = max(1, self.batch // max(self.views or 0, 1))
-            while items := list(islice(samples, num)):
-                embeddings = self._embed([item for item in items if isinstance(item, _Inputs)])
+    def _embed_all(
+        self, inputs: Iterator[_Inputs | BrokenSample], total: int
+    ) -> Iterator[tuple[str, Members] | None]:
+        """Yield the name, the members and the new members of each sample, in order; None if the sample is left out."""
+        num_read = 0
+        broken: list[str] = []
+        num = max(1, self.batch // max(self.views or 0, 1))
+        with tqdm(total=total, unit=" samples", unit_scale=True) as bar:
+            while items := list(islice(inputs, num)):
+                new = self._embed([item for item in items if isinstance(item, _Inputs)])
                 bar.update(len(items))
                 for item in items:
                     num_read += 1
-                    if isinstance(item, str):
-                        num_broken += 1
-                        last.append(item)
+                    if isinstance(item, BrokenSample) and not isinstance(item, DroppedSample):
+                        broken.append(str(item))
                         logger.warning("left out: %s", item)
-                        refuse_broken(num_broken, num_read, self.settings.max_broken, last)
+                        most = self.settings.max_broken
+                        refuse_broken("samples are broken", broken, num_read, most)
                     if isinstance(item, _Inputs):
-                        yield item.name, {**item.members, **next(embeddings)}
+                        yield item.name, {**item.members, **next(new)}
                     else:
                         yield None
 
@@ -276,33 +226,35 @@ class Embedder:
         device = next(self.model.parameters()).device
         views = self.views or 0
         images = torch.stack([sample.images for sample in samples]).to(device)
-        resized, crops = images[:, views:].flatten(0, 1), images[:, :views].flatten(0, 1)
-        keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
-        text = torch.cat([sample.tokens for sample in samples]).to(device)
+        texts = torch.cat([sample.tokens for sample in samples]).to(device)
+        whole = self._encode(0, images[:, views:].flatten(0, 1))
+        crops = whole
         if views:
-            crops = augment(crops, keys, self.settings.augment)
-        batches = [x for group in (crops, resized) for x in group.split(self.batch) if len(x)]
-        embeddings = torch.cat([self.model(image=x)[0] for x in batches]).float().cpu()
-        texts = torch.cat([self.model(text=x)[1] for x in text.split(self.batch)]).float().cpu()
-        if not (embeddings.isfinite().all() and texts.isfinite().all()):
-            raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
-        cropped = embeddings[: len(crops)].unflatten(0, (len(samples), views))
-        whole = embeddings[len(crops) :]
-        texts_of = texts.split([len(sample.tokens) for sample in samples])
+            keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
+            cropped = augment(images[:, :views].flatten(0, 1), keys, self.settings.augment)
+            crops = self._encode(0, cropped).unflatten(0, (len(samples), views))
+        captions = self._encode(1, texts).split([len(sample.tokens) for sample in samples])
         for k, sample in enumerate(samples):
             members: dict[str, bytes] = {}
             if self.views is not None:
-                members[IMAGE] = _pack(cropped[k] if views else whole[k])
-                members[TEXT] = _pack(texts_of[k])
+                members |= {IMAGE: _pack(crops[k]), TEXT: _pack(captions[k])}
             if self.score:
-                cosines = F.cosine_similarity(whole[k : k + 1], texts_of[k])
-                score = round(cosines.mean().item(), 4)
+                score = round(F.cosine_similarity(whole[k], captions[k]).mean().item(), 4)
                 # data.filter reads the json member if there is one, otherwise the members themselves.
                 if sample.fields is None:
                     members[SCORE] = str(score).encode()
                 else:
-                    members["json"] = json.dumps(sample.fields | {SCORE: score}).encode()
+                    members["json"] = json.dumps({**sample.fields, SCORE: score}).encode()
             yield members
+
+    def _encode(self, side: int, rows: Tensor) -> Tensor:
+        """Return the embeddings of images (side 0) or texts (side 1) on the CPU, in fp32."""
+        parts = rows.split(self.batch) if len(rows) else ()
+        name = ("image", "text")[side]
+        embeddings = [self.model(**{name: part})[side].float().cpu() for part in parts]
+        if not all(part.isfinite().all() for part in embeddings):
+            raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
+        return torch.cat(embeddings) if embeddings else rows
 
 
 def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> None:
@@ -328,33 +280,17 @@ def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> N
     partial.replace(path)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The similarities that are stored in the shards of a folder."""
-
-    manifest: Manifest
-    values: np.ndarray
-    """[n] fp64, ascending."""
-    order: np.ndarray
-    """[n] int64: the number of the sample with each value, counted over all shards."""
-
-    @classmethod
-    def load(cls, folder: Path) -> Scores:
-        """Read the similarities of all samples."""
-        manifest = load_manifest(folder)
-        values = np.empty(manifest.num_samples)
-        entries = ((shard, i) for shard, size in enumerate(manifest.sizes) for i in range(size))
-        with closing(manifest.open()) as reader:
-            for number, (shard, entry) in enumerate(entries):
+def read_scores(folder: Path) -> np.ndarray:
+    """Read the similarities that are stored in the shards of a folder; return them in ascending order, [n] fp64."""
+    manifest = load_manifest(folder)
+    scores = []
+    with closing(manifest.open()) as reader:
+        for shard, size in enumerate(manifest.sizes):
+            for entry in range(size):
                 members = reader.read(shard, entry, ("json", SCORE))
                 fields = json.loads(members["json"]) if "json" in members else members
-                values[number] = float(fields[SCORE])
-        order = np.argsort(values)
-        return cls(manifest, values[order], order)
-
-    def find_quantile(self, fraction: float) -> float:
-        """Return the similarity that this fraction of the samples is below."""
-        return float(self.values[int(fraction * len(self.values))])
+                scores.append(float(fields[SCORE]))
+    return np.sort(scores)
 
 
 def _pack(rows: Tensor) -> bytes:

@@ -13,7 +13,7 @@ import re
 import stat
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ _MAX_TEXT = 500
 """Maximum length of an error message in a report. The message may quote arbitrary content of the sample."""
 _MAX_NAME = 200
 """Maximum length of a sample's name in a report."""
+_NUM_NAMED = 5
+"""Maximum number of broken samples or damaged shards that an error message lists."""
 _MAX_PAUSE_S = 8.0
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN}
 """Errors of a failing disk or network file system. The same read may succeed later."""
@@ -104,28 +106,30 @@ def name_broken(
 
 
 def refuse_broken(
-    num_broken: int,
+    what: str,
+    broken: Collection[str],
     num_read: int,
     max_broken: float,
-    last: Iterable[str],
+    spare: int = SPARE_BROKEN,
     cause: BaseException | None = None,
 ) -> None:
-    """Raise DataError if too many samples are broken.
+    """Raise DataError if too many samples are broken, or too many shards are damaged.
 
     Args:
-        num_broken: Number of broken samples.
-        num_read: Number of samples that were read.
-        max_broken: Largest fraction of broken samples (data.max_broken), in addition to SPARE_BROKEN samples.
-        last: Descriptions of the last broken samples, `shard/key: reason`.
+        what: "samples are broken" or "shards are damaged".
+        broken: Describes each of them, `shard/key: reason`.
+        num_read: Number of samples or shards that were read.
+        max_broken: Largest fraction of them that may be broken (data.max_broken), in addition to `spare`.
+        spare: Number of them that may be broken in any case.
         cause: The exception from disco_ds or from the user's code that made the last sample broken, if any.
     """
-    if num_broken > SPARE_BROKEN + max_broken * num_read:
+    if len(broken) > spare + max_broken * num_read:
         trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
         raise DataError(
-            f"{num_broken} of {num_read} samples are broken; the limit is {SPARE_BROKEN} plus the fraction "
-            f"data.max_broken={max_broken:g} of the samples read. The last broken samples: {'; '.join(last)}. "
-            "Compare data.image_key and data.captions with the fields of the samples, repair the samples, or raise "
-            f"data.max_broken{trace}"
+            f"{len(broken)} of {num_read} {what}; the limit is {spare} plus the fraction data.max_broken="
+            f"{max_broken:g} of those read. The last ones: {'; '.join(list(broken)[-_NUM_NAMED:])}. Compare "
+            "data.image_key and data.captions with the fields of the samples, find damaged shards with "
+            f"`disco-ds index SHARDS --check --full`, or raise data.max_broken{trace}"
         )
 
 

@@ -25,7 +25,6 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError, features
-from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,34 +33,16 @@ from disco_ds.data.captions import Members, Picture
 from disco_ds.data.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, CROP_COLUMN, keyed_uniform
 from disco_ds.data.errors import BrokenSample
 
-_FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
-"""Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
+_FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP"]
+"""Formats that PIL may open. Of the other formats, EPS starts an external program, a tile of a TIFF can be far larger
+than the image, and the rest are rare for photos."""
 if features.check("avif"):  # Pillow 11.3 and later
     _FORMATS.append("AVIF")
-_JPEG = b"\xff\xd8"
 _JPEG_COLORS = ("YCbCr", "RGB", "Gray")
 """Color spaces of JPEGs for which simplejpeg returns the same colors as PIL."""
-_SIGNATURES = {
-    _JPEG: "a JPEG",
-    b"\x89PNG": "a PNG",
-    b"RIFF": "a WebP",
-    b"GIF8": "a GIF",
-    b"BM": "a BMP",
-    b"II*\0": "a TIFF",
-    b"MM\0*": "a TIFF",
-}
-"""First bytes of the formats that PIL may open."""
-_UNSUPPORTED = {
-    b"\0\0\0\x0cjP  ": "JPEG 2000",
-    b"\xff\x4f\xff\x51": "JPEG 2000",
-    b"\0\0\1\0": "ICO",
-}
-"""First bytes of other image formats."""
 # Disable PIL's limit on the number of pixels, because PIL decodes images of up to twice its limit with only a warning.
 # decode_image checks data.max_pixels instead.
 Image.MAX_IMAGE_PIXELS = None
-_TILE = (322, 323)
-"""The TIFF tags for tile width and tile height."""
 _TRIES = 10
 """Number of attempts to draw a crop. Each draws an area and an aspect ratio; two more numbers place the crop."""
 _MAX_ASPECT = 64
@@ -115,40 +96,18 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
         try:
             image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
         except UnidentifiedImageError:
-            raise BrokenSample(f"cannot be read as an image: {_describe(data)}") from None
+            raise BrokenSample(
+                f"cannot be read as an image: it begins with {data[:16]!r}"
+            ) from None
     else:
         image = data
     width, height = image.size
-    if isinstance(image, TiffImageFile):
-        # PIL decodes whole tiles of a TIFF, and a tile can be far larger than the image.
-        tile_width, tile_height = (image.tag_v2.get(tag, 1) for tag in _TILE)
-        width, height = max(width, tile_width), max(height, tile_height)
     if width * height > max_pixels:
         raise BrokenSample(
             f"an image of {width} x {height} pixels exceeds data.max_pixels={max_pixels}"
         )
     image.load()
     return image if image.mode == "RGB" else _to_rgb(image)
-
-
-def _describe(data: bytes) -> str:
-    """Describe data that PIL cannot identify as an image, based on its first bytes."""
-    start = data[:1024].lstrip().lower()
-    for signature, name in _SIGNATURES.items():
-        if data.startswith(signature):
-            return f"it begins like {name}, but is cut off or damaged"
-    for signature, name in _UNSUPPORTED.items():
-        if data.startswith(signature):
-            return f"it is {name}, which is not supported; convert it to JPEG or PNG"
-    if not data:
-        return "it is empty"
-    if data[4:8] == b"ftyp":
-        return f"it is HEIC, AVIF or a video (brand {data[8:12]!r}), which this Pillow cannot read"
-    if start.startswith((b"<!doctype html", b"<html")):
-        return "it is HTML, such as an error page"
-    if b"<svg" in start:
-        return "it is SVG, which has no pixels"
-    return f"unknown format, the first bytes are {data[:8]!r}"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -165,15 +124,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         )
     if image.mode.startswith("I;16"):
         # PIL would clip all values above 255.
-        bits, is_inverted = 16, False
-        if isinstance(image, TiffImageFile):
-            bits = image.tag_v2.get(BITSPERSAMPLE, (bits,))[0]  # PIL also reads 12 bits as I;16
-            is_inverted = image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
-        gray = (np.asarray(image) * np.float32(255 / (2**bits - 1))).round().astype(np.uint8)
-        image = Image.fromarray(255 - gray if is_inverted else gray)
-    # PIL cannot convert La directly, and warns if a palette with alpha values is converted directly to RGB.
-    if image.mode == "La":
-        image = image.convert("LA")
+        gray = np.asarray(image) * np.float32(255 / 65_535)
+        return Image.fromarray(gray.round().astype(np.uint8)).convert("RGB")
+    # PIL warns if a palette with alpha values is converted directly to RGB.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
@@ -186,7 +139,7 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
         BrokenSample: If the bytes are not an image that can be used.
         Exception: Any exception of PIL's decoders, as in decode_image.
     """
-    if isinstance(data, bytes) and data.startswith(_JPEG):
+    if isinstance(data, bytes) and data.startswith(b"\xff\xd8"):
         # If simplejpeg refuses the data, decode_image below either succeeds or explains the problem.
         with suppress(ValueError):
             height, width, color, _ = simplejpeg.decode_jpeg_header(data)
@@ -208,11 +161,6 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
         raise BrokenSample(
             f"an image of {image.width} x {image.height} pixels: one side is over {_MAX_ASPECT} times the other"
         )
-    shrink = max(image.height / spec.size[0], image.width / spec.size[1])
-    if spec.resize_mode == "longest" and round(min(image.size) / shrink) == 0:
-        # open_clip would round the short side to 0 pixels and fail.
-        width, height = (max(1, round(side / shrink)) for side in image.size)
-        image = image.resize((width, height), Image.Resampling[spec.interpolation.upper()])
     pixels: Tensor = _evaluation_transform(spec)(image)
     return (255 * pixels).round().to(torch.uint8)
 

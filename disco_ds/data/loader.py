@@ -1,9 +1,12 @@
 """The micro-batches of one rank, step by step, and its position in the data order.
 
-This is the trainer's interface to the data. GradAccum reads the micro-batches of a step twice. The first reading never
-raises, because an exception on one rank would leave the other ranks waiting in a collective. Its errors are returned
-with the step instead. The loader receives the rank and the number of ranks as integers, and never communicates with
-other ranks.
+`Loader` is the trainer's interface to the data. GradAccum reads the micro-batches of a step twice. The first reading
+never raises, because an exception on one rank would leave the other ranks waiting in a collective. Its errors are
+returned with the step instead. The loader receives the rank and the number of ranks as integers, and never communicates
+with other ranks.
+
+`Feed` delivers micro-batches from the workers' buffers on the host to the device. While a micro-batch is in use, the
+next one is copied.
 """
 
 # Symbols in shapes: m samples in a micro-batch; L tokens per text.
@@ -12,11 +15,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ from torch import Tensor
 from disco_ds.config.data import DataSettings
 from disco_ds.data.batches import (
     MicroBatch,
+    Report,
     Share,
     SharedBatches,
     Staging,
@@ -34,7 +38,6 @@ from disco_ds.data.batches import (
     count_on_device,
 )
 from disco_ds.data.errors import DataError
-from disco_ds.data.feed import DeviceCopy, Feed
 from disco_ds.data.order import Cursor
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
@@ -46,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Position:
+class Position:
     """A rank's position in the data order. It advances by whole steps, because checkpoints fall between steps."""
 
     steps: int
@@ -55,9 +58,11 @@ class _Position:
     """Number of samples that all ranks together have read in these steps. It is not computed from the number of steps,
     because the global batch may have changed."""
     broken: int
-    """Number of broken samples that were skipped."""
+    """Number of broken samples that this rank has skipped since the run was started or resumed. Rank 0's number also
+    includes what all ranks skipped before the run was resumed."""
     dropped: int
-    """Number of samples that were dropped or lost (see errors.DroppedSample and errors.LostSample)."""
+    """Number of samples that were dropped or lost (see errors.DroppedSample and errors.LostSample), counted like
+    `broken`."""
     cursor: Cursor
     """The position from which to continue reading each of the rank's streams."""
 
@@ -103,10 +108,6 @@ class Loader:
         count_tokens: Callable[[Tensor], np.ndarray] | None = None,
     ) -> None:
         staging = staging or Staging()
-        self._count_tokens = count_tokens
-        self._num_texts = self._num_tokens = 0
-        self._mean_tokens = 0.0
-        """Mean number of tokens of the latest micro-batch's texts."""
         self.num_samples = sum(source.num_samples for source in sources)
         self.epoch_samples = count_epoch(settings, sources)
         num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
@@ -128,33 +129,27 @@ class Loader:
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
         slots = tuple(range(share.rank, num_slots, share.size))
         streams = [stream for slot in slots for stream in order.streams(slot)]
-        if state is None:
-            self._position = _Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
-        else:
+        self.position = Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
+        if state is not None:
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             # Rank 0 continues from the total counts. The other ranks start at 0, so that the sums over ranks are right.
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
-            self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
-        self._damaged: set[str] = set()
-        """Descriptions of the damaged shards so far."""
-        self._before = self._position
+            self.position = Position(state["steps"], state["samples"], broken, dropped, cursor)
+        self._before = self.position
         """The position at the start of the current step."""
         self._error: str | None = None
         self._share = share
-        self._num_parts = share.num_micro_batches
-        self._kept_on, self._device = staging.kept_on, torch.device(staging.device)
+        # A single micro-batch is not read twice, so it need not be kept.
+        self._kept_on = staging.kept_on if share.num_micro_batches > 1 else "device"
         self._data = StepData()
         """The record of the current step's data."""
-        self._num_unread = 0
-        """Number of micro-batches of this step that the first pass has not read yet."""
-        self._kept: list[MicroBatch] = []
-        """If images are kept on the device: this step's micro-batches."""
-        self._held: list[int] = []
-        """If images are kept on the host: numbers of the buffers that contain the current step's micro-batches."""
-        self._copies: dict[int, DeviceCopy] = {}
-        """If images are kept on the host: copies that have been started for the second pass, by micro-batch number."""
-        self._num_to_repeat = 0
-        """If images are kept compressed: number of micro-batches of this step that must be decoded a second time."""
+        self._first: Iterator[MicroBatch] = iter(())
+        self._second: Iterator[MicroBatch] = iter(())
+        """What has not been read of the current step's two passes."""
+        self._kept: list[Delivery] = []
+        """The micro-batches of the current step, unless images are kept compressed."""
+        self._damaged: set[str] = set()
+        """Descriptions of the damaged shards so far."""
         self._resources = ExitStack()
 
         # By default, one core is reserved for the trainer.
@@ -162,7 +157,9 @@ class Loader:
         num_workers = min(num_workers, len(slots))
         arrays = declare_arrays(settings, inputs)
         most = int(staging.most_bytes // (share.micro_batch * count_bytes(arrays)))
-        num = count_buffers(settings.prefetch, self._num_parts, staging.kept_on, num_workers, most)
+        num = count_buffers(
+            settings.prefetch, share.num_micro_batches, self._kept_on, num_workers, most
+        )
         # The buffers are allocated first, because the workers inherit them.
         self._batches = SharedBatches(num, share.micro_batch, arrays)
         self._resources.callback(self._batches.close)
@@ -174,10 +171,10 @@ class Loader:
             seed=seed,
             share=share,
             slots=slots,
-            cursor=self._position.cursor,
+            cursor=self.position.cursor,
             # The number of positions p < samples with p % size == rank.
-            first_sample=(self._position.samples + share.size - 1 - share.rank) // share.size,
-            decode_twice=staging.kept_on == "compressed",
+            first_sample=(self.position.samples + share.size - 1 - share.rank) // share.size,
+            decode_twice=self._kept_on == "compressed",
             batches=self._batches,
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
@@ -190,26 +187,10 @@ class Loader:
         producers: Sequence[Worker | InProcess] = workers or [InProcess(spec)]
         for producer in producers:
             self._resources.callback(producer.close)
-        on_device = count_on_device(self._num_parts, staging.kept_on)
-        self._feed = Feed(self._batches, producers, self._device, on_device)
+        self._device = torch.device(staging.device)
+        on_device = count_on_device(share.num_micro_batches, self._kept_on)
+        self._feed = Feed(self._batches, producers, self._device, on_device, count_tokens)
         self._resources.callback(self._feed.close)
-
-    @property
-    def broken(self) -> int:
-        """Number of broken samples that this rank has skipped since the run was started or resumed.
-
-        Rank 0's number also includes what all ranks skipped before the run was resumed.
-        """
-        return self._position.broken
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped or lost samples of this rank since the run was started or resumed.
-
-        Rank 0's number also includes those of all ranks before the run was resumed. See errors.DroppedSample and
-        errors.LostSample for what counts.
-        """
-        return self._position.dropped
 
     def start_step(self, keep_text: bool = False) -> StepData:
         """Begin the next step. The micro-batches that the previous step has left unread are read and discarded.
@@ -220,12 +201,18 @@ class Loader:
         Returns:
             The record of this step's data, which first_pass fills.
         """
-        self._finish_step()
-        self._before = self._position
+        for _ in self._first:
+            pass
+        if self._kept_on == "host":
+            for _ in self._kept:
+                self._feed.release()
+        elif self._kept_on == "compressed" and self._error is None:
+            with suppress(DataError):  # the next step reports the error
+                for _ in self._second:
+                    pass
+        self._before = self.position
         self._data = StepData(error=self._error, text=[] if keep_text else None)
-        self._num_unread = self._num_parts
-        # The workers decode every micro-batch twice, except the last one.
-        self._num_to_repeat = self._num_parts - 1 if self._kept_on == "compressed" else 0
+        self._first, self._second, self._kept = self._read_first(), self._read_second(), []
         return self._data
 
     def first_pass(self) -> Iterator[MicroBatch]:
@@ -237,12 +224,7 @@ class Loader:
         This raises no error. After an error, the rest of this step and all later steps consist of placeholders, and
         StepData.error is set.
         """
-        while self._num_unread:
-            batch = self._read()
-            self._num_unread -= 1
-            if self._kept_on == "device":
-                self._kept.append(batch)
-            yield batch
+        return self._first
 
     def second_pass(self) -> Iterator[MicroBatch]:
         """Return this step's micro-batches once more, in the same order, except the last one.
@@ -253,13 +235,7 @@ class Loader:
             DataError: If a micro-batch cannot be decoded again. A placeholder would make the gradients wrong, because
                 the loss of this step was computed from the real samples.
         """
-        for k in range(self._num_parts - 1):
-            if self._kept_on == "device":
-                yield self._kept[k]
-            elif self._kept_on == "host":
-                yield self._copy_again(k)
-            else:
-                yield self._decode_again()
+        return self._second
 
     def drop_step(self) -> None:
         """Reset the position to the start of this step, and read no more data.
@@ -267,28 +243,47 @@ class Loader:
         Call this if any rank could not read its part of the step.
         """
         self._error = self._error or "another rank could not read its data"
-        self._position = self._before
+        self.position = self._before
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position after the last step without an error, as input for merge_states."""
-        return self._origin | asdict(self._position)
+        return self._origin | asdict(self.position)
 
     def close(self) -> None:
         """Stop the workers and close all files."""
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
-    def _read(self) -> MicroBatch:
-        """Return the next micro-batch of the first pass or, after an error, a placeholder."""
-        if self._error is None:
-            try:
-                return self._accept(self._take())
-            except Exception as error:
-                self._error = self._describe(error, self._position.steps + 1)
-        self._data.error = self._error
-        return self._placeholder
+    def _read_first(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the first pass and, after an error, placeholders."""
+        for left in reversed(range(self._share.num_micro_batches)):
+            batch = None
+            if self._error is None:
+                try:
+                    batch = self._accept(self._take(), is_last=left == 0)
+                except Exception as error:
+                    self._error = self._describe(error, self.position.steps + 1)
+            self._data.error = self._error
+            yield batch or self._make_placeholder()
 
-    def _take(self) -> DeviceCopy:
+    def _read_second(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the second pass."""
+        repeated = self._kept[:-1]
+        if self._kept_on == "device":
+            yield from (delivery.batch for delivery in repeated)
+        elif self._kept_on == "host":
+            yield from self._feed.repeat([delivery.host for delivery in repeated])
+        else:
+            for _ in range(self._share.num_micro_batches - 1):
+                try:
+                    delivery = self._take()
+                except Exception as error:
+                    self._error = self._describe(error, self.position.steps)
+                    raise DataError(self._error) from None
+                self._recycle()
+                yield delivery.batch
+
+    def _take(self) -> Delivery:
         """Wait for the next micro-batch, and record the waiting time."""
         start = time.perf_counter()
         try:
@@ -296,16 +291,15 @@ class Loader:
         finally:
             self._data.wait_s += time.perf_counter() - start
 
-    def _accept(self, copy: DeviceCopy) -> MicroBatch:
+    def _accept(self, delivery: Delivery, is_last: bool) -> MicroBatch:
         """Record a micro-batch of the first pass, and return it."""
-        data, on_host = self._data, self._batches[copy.number]
-        data.index.append(on_host["index"].clone())
+        data, batch = self._data, delivery.batch
+        data.index.append(delivery.host["index"].clone())
         if data.text is not None:
-            data.text.append(on_host["text"].clone())
-        batch = self._arrive(copy)
+            data.text.append(delivery.host["text"].clone())
         if "lengths" in batch:
             data.num_tokens += int(batch["lengths"].sum())
-        for report in copy.reports:
+        for report in delivery.reports:
             data.cursor.update(report.cursor)
             data.broken += report.broken
             data.dropped += report.dropped
@@ -315,102 +309,186 @@ class Loader:
                     self._damaged.add(damaged)
                     data.damaged.append(damaged)
                     logger.warning("%s", damaged)
-        is_last = self._num_unread == 1
         if is_last:
-            position = self._position
-            self._position = _Position(
+            position = self.position
+            self.position = Position(
                 position.steps + 1,
                 position.samples + self._share.global_batch,
                 position.broken + len(data.broken),
                 position.dropped + data.dropped,
                 position.cursor | data.cursor,
             )
-        if self._kept_on == "host":
-            self._held.append(copy.number)
-            # After the last micro-batch, start the second pass, which begins with micro-batch 0.
-            self._copy_ahead(0 if is_last else None)
-        else:
-            self._recycle(copy.number)
-        return batch
-
-    def _arrive(self, copy: DeviceCopy) -> MicroBatch:
-        """Return a copied micro-batch, with the number of tokens of each text if they are counted."""
-        batch = self._feed.arrive(copy)
-        if self._count_tokens is None:
-            return batch
-        lengths = self._count_tokens(self._batches[copy.number]["text"])
-        self._num_texts += len(lengths)
-        self._num_tokens += int(lengths.sum())
-        self._mean_tokens = float(lengths.mean())
-        return {**batch, "lengths": lengths}
-
-    def describe_long_texts(self) -> str | None:
-        """Describe the texts of the latest micro-batch, if they are longer than usual. Otherwise, return None."""
-        usual = self._num_tokens / max(self._num_texts, 1)
-        if self._mean_tokens <= 1.05 * usual:
-            return None
-        return (
-            f"the texts of this micro-batch are longer than usual: {self._mean_tokens:.1f} tokens on average, compared "
-            f"with {usual:.1f} so far; disco-ds plan --text-tokens {self._mean_tokens:.0f} plans for such a batch"
-        )
-
-    def _recycle(self, number: int) -> None:
-        """Release a host buffer, and start copying the next micro-batch if it is decoded."""
-        self._feed.release(number)
-        self._feed.look_ahead()
-
-    def _copy_again(self, k: int) -> MicroBatch:
-        """Return micro-batch k a second time, from its buffer on the host."""
-        if self._error is not None:
-            return self._placeholder
-        copy = self._copies.pop(k, None) or self._feed.start_copy(self._held[k])
-        self._copy_ahead(k + 1)
-        return self._arrive(copy)
-
-    def _copy_ahead(self, k: int | None) -> None:
-        """Start copying the micro-batch that will be requested next.
-
-        Args:
-            k: Micro-batch of this step to copy again. If it is None or the last one, copy the next new micro-batch.
-        """
-        # GradAccum keeps the autograd graph of the last micro-batch, so it does not request that micro-batch again.
-        if k is not None and k < self._num_parts - 1:
-            self._copies = {k: self._feed.start_copy(self._held[k])}
-        else:
+        if self._kept_on != "compressed":
+            self._kept.append(delivery)
+        if self._kept_on != "host":
+            self._recycle()
+        elif not is_last:
+            # After the last micro-batch, the second pass needs the buffers on the device.
             self._feed.look_ahead()
-
-    def _decode_again(self) -> MicroBatch:
-        """Return the next micro-batch that the workers have decoded a second time. Raises DataError if that fails."""
-        try:
-            copy = self._take()
-        except Exception as error:
-            raise DataError(self._describe(error, self._position.steps)) from None
-        self._num_to_repeat -= 1
-        batch = self._arrive(copy)
-        self._recycle(copy.number)
         return batch
 
-    def _finish_step(self) -> None:
-        """Read the micro-batches of the last step that were never requested, and release the step's buffers."""
-        for _ in self.first_pass():
-            pass
-        for number in self._held:
-            self._feed.release(number)
-        # If the trainer skipped its second pass, read the results of the second decoding here.
-        try:
-            while self._error is None and self._num_to_repeat:
-                self._decode_again()
-        except DataError as error:
-            self._error = str(error)
-        self._held, self._kept, self._copies = [], [], {}
+    def _recycle(self) -> None:
+        """Release a buffer on the host, and start copying the next micro-batch if it is decoded."""
+        self._feed.release()
+        self._feed.look_ahead()
 
     def _describe(self, error: Exception, step: int) -> str:
         return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
 
-    @cached_property
-    def _placeholder(self) -> MicroBatch:
-        arrays = self._batches[0].items()
+    def _make_placeholder(self) -> MicroBatch:
+        arrays = self._batches.buffers[0].items()
         return {name: torch.zeros_like(array, device=self._device) for name, array in arrays}
+
+
+class Delivery(NamedTuple):
+    """A micro-batch that is being copied to the device."""
+
+    host: MicroBatch
+    """The buffer on the host."""
+    batch: MicroBatch
+    """The copy on the device."""
+    reports: Sequence[Report]
+    """Each producer's report on the rows that it wrote into the buffer."""
+
+
+class Feed:
+    """Delivers micro-batches to the device in the order of the data.
+
+    The buffers on the host are used in rotation. Each goes through this cycle. It is granted to all producers, which
+    means that each producer may fill its rows of the buffer. Once all producers have reported, the buffer is received,
+    and copied to the device. The loader releases it, and it is granted again once the copy is complete.
+
+    Copies run on a separate CUDA stream, into device buffers that are also used in rotation. The streams wait for each
+    other on the device, so the host waits only for samples that are not decoded yet. No thread is needed: every request
+    for a micro-batch also starts the next copy, and with GradAccum the requests are spread over the whole step.
+
+    Args:
+        batches: Buffers on the host.
+        producers: The worker processes or, without workers, the trainer's own process. Each fills some rows of every
+            buffer.
+        device: Device to which micro-batches are copied.
+        on_device: Number of micro-batches that the device holds at a time, including the one being copied.
+        count_tokens: As for Loader.
+    """
+
+    def __init__(
+        self,
+        batches: SharedBatches,
+        producers: Sequence[Worker | InProcess],
+        device: torch.device,
+        on_device: int,
+        count_tokens: Callable[[Tensor], np.ndarray] | None,
+    ) -> None:
+        self._producers, self._count_tokens = producers, count_tokens
+        self._host = deque(batches.buffers)
+        """Buffers on the host. The first one is received next."""
+        # On a CPU, streams do nothing.
+        self._streams = torch.get_device_module(device)
+        self._stream = self._streams.Stream()
+        self._on_device: deque[MicroBatch] = deque(
+            {name: torch.empty_like(array, device=device) for name, array in self._host[0].items()}
+            for _ in range(on_device)
+        )
+        """Buffers on the device. The first one is overwritten next."""
+        if device.type == "cuda":
+            batches.pin()
+        self._next: Delivery | Exception | None = None
+        """What look_ahead has received, to be returned or raised by the next call of `take`."""
+        self._copied: Any = None
+        """The event that marks the end of the latest copy."""
+        self._released: deque[Any] = deque()
+        """An event for each released buffer that has not been granted again. After it, the buffer is not read."""
+        for _ in self._host:
+            self._grant()
+
+    def take(self) -> Delivery:
+        """Wait until all producers have filled the next buffer, and deliver it to the device.
+
+        The current stream waits for the copy; the host does not. The buffer on the host does not change until `release`
+        is called.
+
+        Raises:
+            Exception: Any exception that the `receive` of a producer raises.
+        """
+        # An error that occurred in look_ahead is raised here, where the trainer expects it.
+        received, self._next = self._next or self._receive(), None
+        if isinstance(received, Exception):
+            raise received
+        self._streams.current_stream().wait_stream(self._stream)
+        return received
+
+    def look_ahead(self) -> None:
+        """Grant released buffers whose copies are done, and start to copy the next decoded micro-batch. Never waits."""
+        self._grant_copied()
+        if self._next is None and self._is_ready():
+            self._next = self._receive()
+
+    def repeat(self, buffers: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Copy buffers on the host to the device once more. While one is in use, the next one is copied."""
+        copies = map(self._start_copy, buffers)
+        following = next(copies, None)
+        while following is not None:
+            self._streams.current_stream().wait_stream(self._stream)
+            batch, following = following, next(copies, None)
+            if following is None:
+                self.look_ahead()
+            yield batch
+
+    def release(self) -> None:
+        """Allow the oldest buffer that is not released to be filled again, once it has been copied."""
+        self._released.append(self._copied)
+        self._grant_copied()
+
+    def close(self) -> None:
+        """Wait until all copies are complete, so that the host buffers can be freed."""
+        # A RuntimeError means that the device has failed, so there is nothing to wait for.
+        with suppress(RuntimeError):
+            self._streams.synchronize()
+
+    def _start_copy(self, host: MicroBatch) -> MicroBatch:
+        """Start copying a buffer to the device, where it overwrites the oldest micro-batch there."""
+        batch = self._on_device[0]
+        self._on_device.rotate(-1)
+        # The current stream may still be reading the micro-batch that is overwritten.
+        self._stream.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._stream):
+            for name, array in host.items():
+                batch[name].copy_(array, non_blocking=True)
+            self._copied = self._streams.Event()
+            self._copied.record()
+        if self._count_tokens is not None:
+            batch["lengths"] = self._count_tokens(host["text"])
+        return batch
+
+    def _is_ready(self) -> bool:
+        return all(producer.is_ready() for producer in self._producers)
+
+    def _receive(self) -> Delivery | Exception:
+        """Wait for the next buffer, and start to copy it. Return an exception that is raised meanwhile."""
+        try:
+            if not self._is_ready():
+                # The producers may be waiting for a free buffer.
+                self._grant_copied(wait=True)
+            reports = [producer.receive() for producer in self._producers]
+            host = self._host[0]
+            self._host.rotate(-1)
+            return Delivery(host, self._start_copy(host), reports)
+        except Exception as error:
+            return error
+
+    def _grant_copied(self, wait: bool = False) -> None:
+        """Grant the released buffers whose copies are complete. A buffer is still read while its copy is running.
+
+        Args:
+            wait: Wait for the copies of all released buffers.
+        """
+        while self._released and (wait or self._released[0].query()):
+            self._released.popleft().synchronize()
+            self._grant()
+
+    def _grant(self) -> None:
+        for producer in self._producers:
+            producer.grant()
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

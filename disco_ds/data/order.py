@@ -110,15 +110,13 @@ class DataOrder:
         window: Number of consecutive entries that are shuffled together.
     """
 
-    searched_epochs = 3
-    """A reader gives up when it has searched both this many epochs and `searched_samples` samples without finding a
-    usable sample. Both limits are needed: a slot reads different samples in every epoch, and in a small data set it
-    reads only a few samples per epoch."""
-
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._num_samples = int(self._sizes.sum())
-        self.searched_samples = min(10 * self._num_samples, 10_000)
+        enough = min(10 * self._num_samples, 10_000)
+        self.searched_epochs = max(3, enough * num_slots // self._num_samples)
+        """A reader gives up when it has searched more epochs than this without finding a usable sample. In a small data
+        set, a slot reads only a few samples per epoch, and other ones in every epoch."""
         self._num_slots = num_slots
         self._seed = seed
         self._window = window
@@ -189,8 +187,6 @@ class WholeShards:
         num_slots: Number of slots, S.
         seed: Seed of the order.
     """
-
-    searched_samples = 0
 
     def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed

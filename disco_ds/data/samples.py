@@ -36,7 +36,7 @@ from disco_ds.data.images import (
 )
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import Reader, Source
-from disco_ds.data.stored import StoredEmbeddings, read_view, replay
+from disco_ds.data.stored import StoredEmbeddings, read_view
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
@@ -132,15 +132,9 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
         sample["text"] = _tokenize(spec.tokenize, short, spec.context_length)
         if spec.teacher_tokenize:
             sample["teacher_text"] = _tokenize(spec.teacher_tokenize, short, spec.teacher_length)
-        recorded = None
         if spec.stored:
-            view = read_view(spec.stored, members, settings.captions, drawn, picture, key)
-            sample["view_key"], recorded = view.key, view.recorded
-            sample["image_embedding"], sample["text_embedding"] = view.image, view.text
-        if recorded:
-            image = decode_image(picture, settings.max_pixels)
-            sample["image"] = replay(image, spec.image, recorded)
-        else:
+            sample |= read_view(spec.stored, spec.image, settings, members, drawn, picture, key)
+        if "image" not in sample:
             sample["image"] = decode_crop(picture, settings, spec.image, sample["view_key"])
     return sample
 

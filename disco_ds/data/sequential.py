@@ -9,35 +9,64 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from typing import TypeVar
 
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.captions import fill_template, list_fields
+from disco_ds.data.captions import Members, fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, name_broken
 from disco_ds.data.images import ImageSpec, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.shards import Manifest
 
 logger = logging.getLogger(__name__)
-THREADS = 4
+_THREADS = 4
 """Number of decoding threads. Threads help because the decoders release the GIL."""
 
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 
-def map_in_threads(
-    function: Callable[[T], R], items: Iterable[T], threads: int
-) -> Generator[R, None, None]:
-    """Yield function(item) for each item, in order. The function is called in threads, a few items ahead."""
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[R]] = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
+def read_in_threads(
+    source: Source,
+    positions: Iterable[tuple[int, int]],
+    threads: int,
+    prepare: Callable[[Members, str], R],
+) -> Generator[R | BrokenSample, None, None]:
+    """Read and prepare samples, in order. Only `prepare` runs in parallel, a few samples ahead.
+
+    Args:
+        source: The source.
+        positions: The shard and entry of each sample.
+        threads: Number of threads.
+        prepare: Prepares a sample, given its members and its name.
+
+    Yields:
+        What `prepare` returns. For a sample that cannot be used, a BrokenSample whose message begins with its name.
+
+    Raises:
+        OSError: If a shard cannot be read. The message names the shard.
+    """
+    # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
+    lock = threading.Lock()
+
+    def load(position: tuple[int, int]) -> R | BrokenSample:
+        try:
+            with lock, breaks_sample(OSError):
+                members = reader.read(*position)
+                name = reader.name(*position)
+            with breaks_sample():
+                return prepare(members, name)
+        except BrokenSample as error:
+            with lock:
+                return type(error)(name_broken(reader.name, *position, error))
+
+    with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[R | BrokenSample]] = deque()
+        for position in positions:
+            waiting.append(pool.submit(load, position))
             # A short queue limits memory.
             if len(waiting) > 4 * threads:
                 yield waiting.popleft().result()
@@ -69,27 +98,20 @@ def read_all(
     Raises:
         OSError: If a shard cannot be read. The message names the shard.
     """
-    # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
-    lock = threading.Lock()
 
-    def load(position: tuple[int, int, int]) -> tuple[Tensor, str, int] | None:
-        shard, entry, index = position
-        try:
-            with breaks_sample(OSError), lock:
-                members = reader.read(shard, entry)
-            with breaks_sample():
-                label = fill_template(label_template, members)
-                picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
-                return resize_for_evaluation(picture, image), label, index
-        except BrokenSample as error:
-            with lock:
-                _warn_once(id(source), name_broken(reader.name, shard, entry, error))
-            return None
+    def prepare(members: Members, name: str) -> tuple[Tensor, str]:
+        label = fill_template(label_template, members)
+        picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
+        return resize_for_evaluation(picture, image), label
 
-    with closing(source.open(num_slots=1, window=1)) as reader:
-        positions = islice(_list_positions(source), rank, None, size)
-        with closing(map_in_threads(load, positions, THREADS)) as samples:
-            yield from filter(None, samples)
+    positions = islice(_list_positions(source), rank, None, size)
+    samples = read_in_threads(source, positions, _THREADS, prepare)
+    with closing(samples):
+        for index, sample in zip(count(rank, size), samples):
+            if isinstance(sample, BrokenSample):
+                _warn_once(id(source), str(sample))
+            else:
+                yield *sample, index
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
@@ -104,7 +126,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     wanted = list_fields(label_template)
     labels: list[str | None] = []
     with closing(manifest.open()) as reader:
-        for shard, entry, _ in _list_positions(manifest):
+        for shard, entry in _list_positions(manifest):
             try:
                 with breaks_sample(OSError):
                     labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
@@ -119,10 +141,6 @@ def _warn_once(source: int, text: str) -> None:
     logger.warning("%s", text)
 
 
-def _list_positions(source: Source) -> Iterator[tuple[int, int, int]]:
-    """Yield (shard, entry, sample id) for every sample."""
-    index = 0
-    for shard, samples in enumerate(source.sizes):
-        for entry in range(samples):
-            yield shard, entry, index
-            index += 1
+def _list_positions(source: Source) -> Iterator[tuple[int, int]]:
+    """Yield the shard and entry of every sample, in the order of sample ids."""
+    return ((shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size))

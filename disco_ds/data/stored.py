@@ -29,7 +29,7 @@ from disco_ds.config.recipe import TeacherSettings
 from disco_ds.data.captions import KEYS, Members, Picture, find_group, number_caption
 from disco_ds.data.counter_rng import keyed_int, random_key
 from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError, breaks_sample
-from disco_ds.data.images import ImageSpec
+from disco_ds.data.images import ImageSpec, decode_image
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.shards import Manifest
@@ -61,37 +61,28 @@ class StoredEmbeddings:
     """Width of an embedding; for several teachers, the sum of their widths."""
 
 
-@dataclass(frozen=True)
-class StoredView:
-    """The stored embeddings for one use of a sample, and the augmentation for which they were computed."""
-
-    key: int
-    """Key of the augmentation's random numbers (counter_rng.random_key)."""
-    image: Tensor
-    """[D] fp32, the embedding of the image."""
-    text: Tensor
-    """[D] fp32, the embedding of the caption."""
-    recorded: list[Any] | None
-    """The recorded augmentation to repeat, an entry of DataCompDR's `param_aug`. None: draw one as the settings say."""
-
-
 def read_view(
     stored: StoredEmbeddings,
+    spec: ImageSpec,
+    settings: DataSettings,
     members: Members,
-    captions: dict[str, float],
     drawn: tuple[float, float],
     image: Picture,
     key: tuple[int, int, int],
-) -> StoredView:
+) -> dict[str, Any]:
     """Read the stored embeddings for the augmentation and caption that a sample has in this epoch.
 
     Args:
         stored: Where the embeddings are.
+        spec: The image size that the model expects.
+        settings: Settings of the sample's source.
         members: The sample's members.
-        captions: The weight of each template, from data.captions.
         drawn: The two random numbers that were passed to pick_caption.
         image: The encoded image, or the decoded one if data.transforms decoded it.
         key: (seed of the run, epoch, id of the sample).
+
+    Returns:
+        The sample's arrays view_key, image_embedding and text_embedding; also image if the augmentation is recorded.
 
     Raises:
         BrokenSample: If a field is missing, an array is not finite or has the wrong shape, or the numbers of rows,
@@ -101,22 +92,22 @@ def read_view(
     parsed: dict[str, Any] = {}
     images = read_array(stored.image, members, parsed, stored.width)
     texts = read_array(stored.text, members, parsed, stored.width).view(-1, stored.width)
-    number, count = number_caption(captions, members, *drawn)
+    number, count = number_caption(settings.captions, members, *drawn)
     if len(texts) != count:
         raise BrokenSample(
             f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
         )
-    text = texts[number]
+    arrays: dict[str, Any] = {"image_embedding": images, "text_embedding": texts[number]}
     seed, epoch, index = key
     if images.ndim == 1:  # one embedding for all augmentations
         if stored.replay:
             raise BrokenSample(
                 f"{stored.image} has one row, but teacher.replay needs one per augmentation"
             )
-        free = random_key(VIEW_SEED, epoch, keyed_int(seed, index) - 2**63)
-        return StoredView(free, images, text, None)
+        arrays["view_key"] = random_key(VIEW_SEED, epoch, keyed_int(seed, index) - 2**63)
+        return arrays
     view = epoch % len(images)  # the epochs use the rows in turn
-    entry = None
+    arrays |= {"image_embedding": images[view], "view_key": find_view_key(image, view)}
     if stored.replay:
         entries = read_field(stored.replay, members, parsed)
         entries = json.loads(entries) if isinstance(entries, str) else entries
@@ -124,10 +115,8 @@ def read_view(
             raise BrokenSample(
                 f"{stored.replay} has {len(entries)} entries, but {stored.image} has {len(images)} rows"
             )
-        entry = entries[view]
-        if not entry:
-            raise BrokenSample(f"entry {view} of {stored.replay} is {entry}")
-    return StoredView(find_view_key(image, view), images[view], text, entry)
+        arrays["image"] = replay(decode_image(image, settings.max_pixels), spec, entries[view])
+    return arrays
 
 
 def find_view_key(image: Picture, view: int) -> int:

@@ -17,24 +17,22 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch.multiprocessing import get_context
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.batches import MicroBatch, Share, SharedBatches
+from disco_ds.data.batches import MicroBatch, Report, Share, SharedBatches
 from disco_ds.data.errors import (
-    SPARE_BROKEN,
     BrokenSample,
     DataError,
     DroppedSample,
@@ -56,25 +54,9 @@ _SPARE_DAMAGED = 3
 """Number of damaged shards that a worker tolerates in addition to the fraction data.max_broken of the shards."""
 _MANY_SKIPPED = 10_000
 """After this many samples in a row without a usable one, a worker logs a warning."""
-_NUM_NAMED = 5
-"""Maximum number of broken samples or damaged shards that an error message lists."""
 
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are sent to whole process groups. Workers block these signals, because the trainer stops its workers."""
-
-
-@dataclass
-class RowReport:
-    """A worker's report on the rows that it has written into one buffer."""
-
-    cursor: Cursor = field(default_factory=dict)
-    """The position from which to continue reading each stream whose samples are in these rows."""
-    broken: list[str] = field(default_factory=list)
-    """`shard/key: reason` of each broken sample that was skipped in the first epoch of its source."""
-    dropped: int = 0
-    """Number of samples that were dropped (see DroppedSample), or lost with the rest of a damaged shard."""
-    damaged: list[str] = field(default_factory=list)
-    """`shard: reason` of each shard that turned out to be damaged while these rows were read."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +105,10 @@ class _OpenSource:
     def __init__(self, spec: WorkerSpec, number: int) -> None:
         source = spec.sources[number]
         self._inputs = spec.inputs
-        self._settings = spec.settings.per_source[number]
+        self.settings = spec.settings.per_source[number]
         self._prepare = find_prepare(source)
-        self._selection = Selection.load(self._settings)
-        self.reader: Reader = source.open(len(spec.own_slots), self._settings.window)
+        self._selection = Selection.load(self.settings)
+        self.reader: Reader = source.open(len(spec.own_slots), self.settings.window)
 
     def read(self, shard: int, entry: int, key: SampleKey) -> tuple[Sample, Callable[[], Sample]]:
         """Read and prepare a sample.
@@ -135,21 +117,15 @@ class _OpenSource:
             The sample, and a function that prepares it once more. The function holds the compressed image, so that a
             worker can keep all samples of a step.
         """
-        patience_s = self._settings.retry_s
+        patience_s = self.settings.retry_s
         with breaks_sample(OSError):
             read = self._selection.read
             members = read_patiently(read, patience_s, self.reader, shard, entry)
-        again = partial(self._prepare, members, key, self._settings, self._inputs)
+        again = partial(self._prepare, members, key, self.settings, self._inputs)
         try:
             return again(), again
         except DataError as error:
             raise DataError(f"{self.reader.name(shard, entry)}: {error}") from None
-
-    def count(self, shard: int) -> int:
-        """Return the number of samples in a tar shard."""
-        reader: Any = self.reader
-        count: int = read_patiently(reader.count, self._settings.retry_s, shard)
-        return count
 
 
 class _StreamReader:
@@ -165,19 +141,23 @@ class _StreamReader:
         }
         self._entries = {stream: self._list_entries(stream) for stream in self.cursor}
         self._num_read = 0
-        self._broken = set[tuple[int, int, int]]()
-        """(source, shard, entry) of all broken samples that were read. A later epoch reads them again."""
+        """Number of samples that were read and not dropped."""
         self._visited = set[tuple[int, int]]()
         """(source, shard) of all shards that were read."""
+        self._broken: dict[tuple[int, int, int], str] = {}
+        """Describes each broken sample by (source, shard, entry). A later epoch reads it again."""
         self._damaged: dict[tuple[int, int], str] = {}
-        """Describes each damaged shard, keyed by (source, shard)."""
-        self._last: deque[str] = deque(maxlen=_NUM_NAMED)
-        """Descriptions of the last few broken samples, for the error message."""
+        """Describes each damaged shard by (source, shard)."""
 
     def _list_entries(self, stream: int) -> Iterator[Entry]:
-        source, slot = self._spec.order.split(stream)
-        order = self._spec.order.orders[source]
-        return order.entries(slot, self.cursor[stream], self._sources[source].count)
+        number, slot = self._spec.order.split(stream)
+        source = self._sources[number]
+        reader: Any = source.reader
+
+        def count(shard: int) -> int:
+            return read_patiently(reader.count, source.settings.retry_s, shard)
+
+        return self._spec.order.orders[number].entries(slot, self.cursor[stream], count)
 
     def close(self) -> None:
         """Close all files."""
@@ -186,7 +166,7 @@ class _StreamReader:
 
     def fill(
         self, start: int, batch: MicroBatch
-    ) -> tuple[list[tuple[int, Callable[[], Sample]]], RowReport]:
+    ) -> tuple[list[tuple[int, Callable[[], Sample]]], Report]:
         """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`.
 
         Returns:
@@ -194,7 +174,7 @@ class _StreamReader:
         """
         spec = self._spec
         rows = []
-        report = RowReport()
+        report = Report()
         for q in range(start, start + spec.share.micro_batch):
             number, i = divmod(q, len(spec.slots))
             # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
@@ -206,7 +186,7 @@ class _StreamReader:
         spec.ahead.move(dict(self.cursor))
         return rows, report
 
-    def next(self, stream: int, report: RowReport) -> tuple[Sample, Callable[[], Sample]]:
+    def next(self, stream: int, report: Report) -> tuple[Sample, Callable[[], Sample]]:
         """Read the stream's next usable sample.
 
         Args:
@@ -225,35 +205,38 @@ class _StreamReader:
         number, _ = spec.order.split(stream)
         order, source = spec.order.orders[number], self._sources[number]
         first_epoch, _ = self.cursor[stream]
+        most = spec.settings.max_broken
         skipped = 0
         while True:
             cursor, epoch, shard, entry = next(self._entries[stream])
             key = SampleKey(spec.seed, epoch, spec.order.sample_id(number, shard, entry))
-            self._num_read += 1
             self._visited.add((number, shard))
             spec.at[:3] = number, shard, entry
             progress.add()  # shows the trainer that this worker is alive
             try:
                 read = source.read(shard, entry, key)
+                self._num_read += 1
                 self.cursor[stream] = report.cursor[stream] = cursor
                 return read
-            except (DroppedSample, LostSample) as error:
+            except DroppedSample:
                 report.dropped += 1
-                self._num_read -= 1
-                if isinstance(error, LostSample) and (number, shard) not in self._damaged:
-                    report.damaged.append(name_broken(source.reader.name, shard, entry, error))
-                    self._damaged[number, shard] = report.damaged[-1]
-                    self._check_damaged()
             except BrokenSample as error:
                 name = name_broken(source.reader.name, shard, entry, error)
-                # Which worker reads a sample changes from epoch to epoch, so only the epoch tells what was reported.
-                if epoch == 0:
-                    report.broken.append(name)
-                if (number, shard, entry) not in self._broken:
-                    self._broken.add((number, shard, entry))
-                    self._last.append(name)
-                    num, most = len(self._broken), spec.settings.max_broken
-                    refuse_broken(num, self._num_read, most, self._last, error.__cause__)
+                if isinstance(error, LostSample):
+                    report.dropped += 1
+                    if (number, shard) not in self._damaged:
+                        report.damaged.append(name)
+                        self._damaged[number, shard] = name
+                        damaged, num = self._damaged.values(), len(self._visited)
+                        refuse_broken("shards are damaged", damaged, num, most, _SPARE_DAMAGED)
+                else:
+                    self._num_read += 1
+                    # Another worker may read the sample in the next epoch, so report it in the first epoch only.
+                    if epoch == 0:
+                        report.broken.append(name)
+                    self._broken[number, shard, entry] = name
+                    broken, num = self._broken.values(), self._num_read
+                    refuse_broken("samples are broken", broken, num, most, cause=error.__cause__)
             skipped += 1
             if skipped == _MANY_SKIPPED:
                 warnings.warn(
@@ -262,25 +245,11 @@ class _StreamReader:
                     stacklevel=2,
                 )
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
-            least = max(SPARE_BROKEN, order.searched_samples)
-            if skipped >= least and cursor[0] - first_epoch > order.searched_epochs:
+            if cursor[0] - first_epoch > order.searched_epochs:
                 raise DataError(
-                    f"stream {stream} has no usable sample among its last {skipped} samples. While this "
-                    "micro-batch was read, data.filter, data.uids or data.transforms excluded "
-                    f"{report.dropped} samples, or the manifest counts more samples than their shards contain. "
-                    f"The last broken samples: {'; '.join(self._last) or 'none'}"
+                    f"stream {stream} has no usable sample among its last {skipped} samples; check data.filter, "
+                    "data.uids, data.transforms, and the counts in the manifest"
                 )
-
-    def _check_damaged(self) -> None:
-        """Raise DataError if too many shards are damaged."""
-        most = self._spec.settings.max_broken
-        if len(self._damaged) > _SPARE_DAMAGED + most * len(self._visited):
-            named = list(self._damaged.values())[-_NUM_NAMED:]
-            raise DataError(
-                f"{len(self._damaged)} of {len(self._visited)} shards are damaged; the limit is {_SPARE_DAMAGED} plus "
-                f"the fraction data.max_broken={most:g} of the shards read. The last ones: {'; '.join(named)}. "
-                "`disco-ds index SHARDS --check --full` lists all damaged shards"
-            )
 
 
 def write_row(batch: MicroBatch, row: int, sample: Sample) -> None:
@@ -289,14 +258,12 @@ def write_row(batch: MicroBatch, row: int, sample: Sample) -> None:
         array[row] = sample[name]
 
 
-def produce_reports(
-    spec: WorkerSpec, next_buffer: Callable[[], int]
-) -> Generator[RowReport, None, None]:
+def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[Report, None, None]:
     """Write one worker's rows of every micro-batch of its rank, step by step, until the iterator is closed.
 
     Args:
         spec: Which rows to write, and where to read their samples.
-        next_buffer: Function that returns the number of the buffer for the next micro-batch. It may wait for a buffer.
+        wait: Function that returns when the next buffer may be filled.
 
     Yields:
         A report on each micro-batch, after the worker's rows have been written.
@@ -305,48 +272,43 @@ def produce_reports(
         DataError: If too many samples are broken, or if a shard cannot be fetched.
         OSError: If a shard cannot be read. The message names the shard.
     """
-    reader = _StreamReader(spec)
-    with ExitStack() as stack:
-        stack.callback(reader.close)
+    buffers = cycle(spec.batches.buffers)
+    with closing(_StreamReader(spec)) as reader:
         spec.ahead.move(dict(reader.cursor))
         spec.ahead.start()
         start = spec.first_sample
         while True:
             first_pass = []
             for _ in range(spec.share.num_micro_batches):
-                rows, report = reader.fill(start, spec.batches[next_buffer()])
+                wait()
+                rows, report = reader.fill(start, next(buffers))
                 yield report
                 if spec.decode_twice:
                     first_pass.append(rows)
                 start += spec.share.micro_batch
             # GradAccum's second pass does not request the last micro-batch, because its autograd graph is kept.
             for rows in first_pass[:-1]:
-                batch = spec.batches[next_buffer()]
+                wait()
+                batch = next(buffers)
                 for row, again in rows:
                     write_row(batch, row, again())
                     progress.add()
-                yield RowReport()
+                yield Report()
 
 
 class InProcess:
     """A producer that decodes in the trainer's own process, when `receive` is called."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._buffers: deque[int] = deque()
-        self._reports = produce_reports(spec, self._buffers.popleft)
-        self.close = self._reports.close
+        reports = produce_reports(spec, lambda: None)
+        self.receive, self.close = reports.__next__, reports.close
 
-    def grant(self, number: int) -> None:
-        """Allow this producer to fill buffer `number`, after all buffers that were granted earlier."""
-        self._buffers.append(number)
+    def grant(self) -> None:
+        """Do nothing, because `receive` is called only if the next buffer may be filled."""
 
     def is_ready(self) -> bool:
         """Return False, because `receive` always has to decode."""
         return False
-
-    def receive(self) -> RowReport:
-        """Fill the rows of the next buffer."""
-        return next(self._reports)
 
 
 class Worker:
@@ -367,34 +329,31 @@ class Worker:
         context = get_context("forkserver")
         # The fork server imports the tokenizer's module before it starts workers.
         context.set_forkserver_preload([__name__, spec.inputs.tokenize.__module__])
-        self._connection, theirs = context.Pipe()
+        self._reports, reports = context.Pipe(duplex=False)
+        grants, self._grants = context.Pipe(duplex=False)
         self._at = context.RawArray("q", [-1, -1, -1, 0])
         spec = replace(spec, at=self._at)
-        self._process = context.Process(target=_main, args=(spec, theirs), daemon=True)
+        self._process = context.Process(target=_main, args=(spec, grants, reports), daemon=True)
         with _block_signals(), _hide_main():
             self._process.start()
-        theirs.close()
+        self.pid = self._process.pid
+        grants.close()
+        reports.close()
         # At exit, multiprocessing sends SIGTERM to daemon processes and waits for them, but workers block SIGTERM. So
         # kill them earlier.
-        self.close = Finalize(self, _kill, (self._process, self._connection), exitpriority=10)
+        self.close = Finalize(self, _kill, (self._process,), exitpriority=10)
 
-    @property
-    def pid(self) -> int:
-        """Process id of the worker."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def grant(self, number: int) -> None:
-        """Allow the worker to fill buffer `number`, after all buffers that were granted earlier."""
+    def grant(self) -> None:
+        """Allow the worker to fill the next buffer."""
         # If the worker has died, `receive` first returns everything that the worker sent, and then reports the failure.
         with suppress(OSError):
-            self._connection.send(number)
+            self._grants.send_bytes(b"")
 
     def is_ready(self) -> bool:
         """Return whether `receive` would return without waiting."""
-        return self._connection.poll()
+        return self._reports.poll()
 
-    def receive(self) -> RowReport:
+    def receive(self) -> Report:
         """Wait for the worker's report on the next buffer.
 
         Raises:
@@ -402,13 +361,13 @@ class Worker:
         """
         try:
             progressed = self._at[-1]
-            while not self._connection.poll(self._timeout_s):
+            while not self._reports.poll(self._timeout_s):
                 if progressed == (progressed := self._at[-1]):
                     raise DataError(
                         f"{self._name} (pid {self.pid}) was silent for {self._timeout_s:g} s (half of timeout_s)"
                         f"{self._where()}; look for a stalled file system, or raise timeout_s"
                     )
-            answer = self._connection.recv()
+            answer = self._reports.recv()
         except (EOFError, OSError):
             self._process.join(1)
             raise DataError(
@@ -435,8 +394,7 @@ def describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, (DataError, OSError)) else traceback.format_exc()
 
 
-def _kill(process: mp.process.BaseProcess, connection: Connection) -> None:
-    connection.close()
+def _kill(process: mp.process.BaseProcess) -> None:
     process.kill()
     process.join(5)
 
@@ -466,7 +424,7 @@ def _hide_main() -> Iterator[None]:
         main.update(hidden)
 
 
-def _main(spec: WorkerSpec, connection: Connection) -> None:
+def _main(spec: WorkerSpec, grants: Connection, reports: Connection) -> None:
     """Run a worker: fill each granted buffer and report on it. After an error, send its description and return."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -475,23 +433,13 @@ def _main(spec: WorkerSpec, connection: Connection) -> None:
     # Ignore PIL's warnings, because they are about flaws in images that PIL can still read.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     progress.count = spec.at
-    granted: SimpleQueue[int] = SimpleQueue()
-    # A thread receives the grants. Otherwise, if both processes filled the connection, each would wait for the other.
-    threading.Thread(target=_receive_grants, args=(connection, granted), daemon=True).start()
-    # The trainer may close the connection at any time.
+    # The trainer may close the connections at any time.
     with suppress(ConnectionError):
         try:
-            for report in produce_reports(spec, granted.get):
-                connection.send(report)
+            for report in produce_reports(spec, grants.recv_bytes):
+                reports.send(report)
         except Exception as error:
-            connection.send(describe_error(error))
-
-
-def _receive_grants(connection: Connection, granted: SimpleQueue[int]) -> None:
-    """Put the number of every granted buffer into a queue, until the trainer closes the connection."""
-    with suppress(EOFError, OSError):
-        while True:
-            granted.put(connection.recv())
+            reports.send(describe_error(error))
 
 
 def _follow_parent() -> None:

@@ -152,9 +152,9 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
         grad_norm=output.grad_norm,
         index=torch.cat(data.index),
         text_tokens=data.num_tokens / sum(map(len, data.index)) if data.num_tokens else None,
-        broken=run.loader.broken,
-        dropped=run.loader.dropped,
-        skipped=run.loader.state_dict()["steps"] - step,
+        broken=run.loader.position.broken,
+        dropped=run.loader.position.dropped,
+        skipped=run.loader.position.steps - step,
         model=run.engine.module,
     )
     run.anomalies.check_record(run.metrics.log(point))

@@ -96,7 +96,9 @@ def test_broken_sample_says_why(tmp_path: Path, way: int, reason: str) -> None:
     data = read_step(loader)
     loader.close()
     assert data.error is None
-    assert loader.broken == len(data.broken) in (1, 2)  # the batch reaches into the next epoch
+    assert (
+        loader.position.broken == len(data.broken) in (1, 2)
+    )  # the batch reaches into the next epoch
     assert data.broken[0].startswith("00000.tar/0002: ")
     assert any(word in data.broken[0] for word in reason.split("|")), data.broken
 
@@ -128,7 +130,7 @@ def test_truncated_shard_costs_its_lost_samples(
     (damaged,) = [name for step in steps for name in step.damaged]
     assert damaged.startswith("00001.tar/")
     assert "of its 20 samples are lost: " in damaged
-    assert loader.dropped >= 40 - len(set(read))
+    assert loader.position.dropped >= 40 - len(set(read))
 
 
 def test_shard_that_several_workers_read_is_named_once(tmp_path: Path) -> None:

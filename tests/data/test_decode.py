@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import struct
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -57,19 +56,6 @@ def test_evaluation_resize_equals_open_clip(
         assert ours.shape == (3, *target)
         assert ours.dtype == torch.uint8
         assert (ours - 255 * transform(image)).abs().max() < 0.01, size
-
-
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_longest_side_keeps_a_row_of_an_image_at_the_highest_aspect_ratio(
-    interpolation: str,
-) -> None:
-    spec = ImageSpec((32, 32), interpolation, "longest")  # type: ignore[arg-type]
-    for size in [(640, 10), (10, 640), (64, 1)]:
-        ours = resize_for_evaluation(Image.new("RGB", size, (9, 80, 200)), spec)
-        line = ours[:, 15] if size[0] > size[1] else ours[:, :, 15]
-        # The resized image is one line of 32 pixels; the padding around it is black.
-        assert line.T.tolist() == [[9, 80, 200]] * 32, size
-        assert ours.sum() == 32 * (9 + 80 + 200), size
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "quickstart"])
@@ -172,15 +158,6 @@ def test_crop_of_a_shape_that_never_fits_is_the_centre(
     assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), lambda column: 0.5) == box
 
 
-def gray_tiff(bits: int, photometric: int, data: bytes, order: str = "<") -> bytes:
-    """Return a TIFF of two gray pixels in a row, in a form that Pillow can read but not write."""
-    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 278: 1, 279: len(data)}
-    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, tags[tag]) for tag in tags)
-    start = 8 + len(data)
-    head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, start)
-    return head + data + struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
-
-
 @pytest.mark.parametrize(
     ("mode", "kind", "value", "expected"),
     [
@@ -189,23 +166,14 @@ def gray_tiff(bits: int, photometric: int, data: bytes, order: str = "<") -> byt
         ("LA", "PNG", (128, 7), (128, 128, 128)),
         ("P", "PNG", 3, (128, 64, 32)),
         ("P", "GIF", 3, (128, 64, 32)),
-        ("PA", "TIFF", (3, 7), (128, 64, 32)),
         ("RGB", "PNG", (128, 64, 32), (128, 64, 32)),
         ("RGBA", "PNG", (128, 64, 32, 7), (128, 64, 32)),
-        ("RGBX", "TIFF", (128, 64, 32, 0), (128, 64, 32)),
-        ("CMYK", "TIFF", (127, 191, 223, 0), (128, 64, 32)),
         ("CMYK", "JPEG", (127, 191, 223, 0), (128, 64, 32)),
-        ("YCbCr", "TIFF", (128, 128, 128), (128, 128, 128)),
-        ("LAB", "TIFF", (128, 128, 128), (119, 119, 119)),
         ("HSV", None, (0, 255, 128), (128, 0, 0)),
-        ("La", None, (64, 128), (128, 128, 128)),
         ("RGBa", None, (64, 32, 16, 128), (128, 64, 32)),
         ("I;16", "PNG", 0x8012, (128, 128, 128)),
         ("I;16", "PNG", 65_535, (255, 255, 255)),
         ("I;16", "PNG", 255, (1, 1, 1)),
-        ("I;16", "TIFF", 0x8012, (128, 128, 128)),
-        ("I;16B", "TIFF", 0x8012, (128, 128, 128)),
-        ("I;16B", "TIFF", 255, (1, 1, 1)),
         ("I;16N", None, 0x8012, (128, 128, 128)),
     ],
 )
@@ -213,7 +181,7 @@ def test_every_mode_becomes_rgb(
     mode: str, kind: str | None, value: int | tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     source = Image.new(mode, (6, 4), value)
-    if mode in ("P", "PA"):
+    if mode == "P":
         source.putpalette([0, 0, 0] * 3 + [128, 64, 32])
     image = decode_image(encode(source, kind) if kind else source, MAX_PIXELS)
     assert (image.mode, image.size) == ("RGB", (6, 4))
@@ -224,34 +192,16 @@ def test_every_mode_becomes_rgb(
 
 def test_gray_of_16_bits_keeps_its_brightness() -> None:
     wide = np.random.default_rng(0).integers(0, 65_536, (64, 64)).astype(np.uint16)
-    for data in (encode(Image.fromarray(wide)), encode(Image.fromarray(wide), "TIFF")):
-        pixels = np.asarray(decode_image(data, MAX_PIXELS))
-        assert abs(pixels[..., 0] - wide / 257).max() <= 0.501
-        half = np.asarray(decode_image(encode(Image.fromarray(wide // 2)), MAX_PIXELS))
-        assert abs(half.mean() - pixels.mean() / 2) < 0.5
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        # 0x800 and 0xFFF, packed into three bytes
-        (gray_tiff(12, 1, b"\x80\x0f\xff"), [128, 255]),
-        (gray_tiff(16, 1, b"\x00\x80\xff\xff"), [128, 255]),
-        (gray_tiff(16, 1, b"\x80\x00\xff\xff", ">"), [128, 255]),
-        # photometric 0: the value 0 is white
-        (gray_tiff(16, 0, b"\x00\x80\xff\xff"), [127, 0]),
-        (gray_tiff(8, 0, b"\x80\xff"), [127, 0]),
-    ],
-)
-def test_gray_tiffs_are_scaled_by_their_bits(data: bytes, expected: list[int]) -> None:
-    assert np.asarray(decode_image(data, MAX_PIXELS))[0, :, 0].tolist() == expected
+    pixels = np.asarray(decode_image(encode(Image.fromarray(wide)), MAX_PIXELS))
+    assert abs(pixels[..., 0] - wide / 257).max() <= 0.501
+    half = np.asarray(decode_image(encode(Image.fromarray(wide // 2)), MAX_PIXELS))
+    assert abs(half.mean() - pixels.mean() / 2) < 0.5
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
 def test_gray_without_a_known_range_is_broken(mode: str) -> None:
-    for source in (encode(Image.new(mode, (6, 4)), "TIFF"), Image.new(mode, (6, 4))):
-        with pytest.raises(BrokenSample, match=f"mode {mode} .*no known range"):
-            decode_image(source, MAX_PIXELS)
+    with pytest.raises(BrokenSample, match=f"mode {mode} .*no known range"):
+        decode_image(Image.new(mode, (6, 4)), MAX_PIXELS)
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow cannot decode AVIF")
@@ -271,15 +221,14 @@ def test_palette_with_alpha_reads_without_a_warning() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is empty"),
-        (b"GIF89a", "a GIF, but is cut off"),
-        (encode(noise(9, 9))[:12], "a PNG, but is cut off"),
-        (b"\n<!DOCTYPE html><html>403<svg></svg></html>", "it is HTML"),
-        (b'<?xml version="1.0"?>\n<svg width="9"></svg>', "it is SVG"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "it is HEIC"),
-        (encode(noise(9, 9), "JPEG2000"), "it is JPEG 2000"),
-        (encode(noise(9, 9), "ICO"), "it is ICO"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "first bytes are b'%!PS-Ado'"),
+        (b"", "it begins with b''"),
+        (b"<!DOCTYPE html><html>", "it begins with b'<!DOCTYPE html><'"),
+        (encode(noise(9, 9))[:12], "cannot be read as an image"),
+        (encode(noise(9, 9), "TIFF"), "cannot be read as an image"),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+            "it begins with b'%!PS-Adobe-3.0 E'",
+        ),
         (bomb(), "DecompressionBombError|50000 x 50000"),
         (bomb(12_000), "144000000|12000 x 12000"),
         (encode(noise(40, 40), "JPEG")[:-200], "truncated"),

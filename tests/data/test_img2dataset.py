@@ -151,7 +151,7 @@ def check_training(data: DataSettings, captions: list[str]) -> None:
     assert sorted(int(i) for batch in batches for i in batch["index"]) == list(
         range(manifest.num_samples)
     )
-    assert loader.broken == 0
+    assert loader.position.broken == 0
     seen = {bytes(row[row > 0].tolist()) for batch in batches for row in batch["text"]}
     assert seen <= {caption.encode()[:CONTEXT] for caption in captions}
 

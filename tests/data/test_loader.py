@@ -250,7 +250,7 @@ def test_micro_batches_are_the_same_in_both_passes(
                 check_whole(batch)
             assert torch.equal(torch.cat(data.index), torch.cat(expected.index))
             assert loader.state_dict() == reference.state_dict()
-        assert loader.broken > 0
+        assert loader.position.broken > 0
     finally:
         loader.close()
         reference.close()
@@ -272,12 +272,12 @@ def test_micro_batch_has_only_the_arrays_that_the_run_needs() -> None:
         # No two arrays share memory.
         values = list(product(range(3), arrays))
         for value, (number, name) in enumerate(values):
-            batches[number][name][:] = value
+            batches.buffers[number][name][:] = value
         for value, (number, name) in enumerate(values):
-            array, (dtype, shape) = batches[number][name], arrays[name]
+            array, (dtype, shape) = batches.buffers[number][name], arrays[name]
             assert (array.dtype, array.shape) == (dtype, (5, *shape))
             assert (array == value).all()
-        assert batches[0]["image"].is_contiguous(memory_format=torch.channels_last)
+        assert batches.buffers[0]["image"].is_contiguous(memory_format=torch.channels_last)
         batches.close()
 
 

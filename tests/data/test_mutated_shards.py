@@ -35,10 +35,10 @@ from helpers.shards import CONTEXT, SPEC, VOCAB, encode, noise, settings, tokeni
 SEED = 20_261_123
 FEW, MANY, MOST_S = 150, 5_000, 20
 FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
-KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 CAPTIONS = {"{txt}": 1.0, "{json[label]} {json[list][0]}": 1.0}
 NUMBERS = (-1, 0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**45, 2**63 - 1, 2**63, -(2**40))
-SETTINGS = settings(image_key="png;jpeg;webp;gif;bmp;tiff", captions=CAPTIONS, max_pixels=2**22)
+SETTINGS = settings(image_key="png;jpeg;webp;gif;bmp", captions=CAPTIONS, max_pixels=2**22)
 Mutation = Callable[[random.Random, bytearray], None]
 
 

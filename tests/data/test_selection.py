@@ -135,8 +135,8 @@ def test_dropped_and_broken_samples_are_counted_apart(tmp_path: Path) -> None:
         assert step.error is None
         broken += step.broken
         dropped += step.dropped
-    assert loader.dropped == dropped == loader.state_dict()["dropped"]
-    assert loader.broken == len(broken)
+    assert loader.position.dropped == dropped == loader.state_dict()["dropped"]
+    assert loader.position.broken == len(broken)
     assert {name.partition("/")[0] for name in broken} <= {"00002.tar", "00003.tar"}
     assert dropped > 30
     loader.close()

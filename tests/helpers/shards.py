@@ -198,7 +198,7 @@ def read_global(
         try:
             ranks.append(read_rank(loader, steps))
             states.append(loader.state_dict())
-            broken.append(loader.broken)
+            broken.append(loader.position.broken)
         finally:
             loader.close()
     batches = [[ranks[p % size][t][p // size] for p in range(batch)] for t in range(steps)]

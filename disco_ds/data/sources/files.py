@@ -29,7 +29,7 @@ from disco_ds.data.errors import BrokenSample, breaks_sample, read_regular
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import Source, digest
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
 
 
 @dataclass(frozen=True, eq=False)
