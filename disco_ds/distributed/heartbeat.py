@@ -204,19 +204,16 @@ class Heartbeat:
     def _watch(self) -> None:
         """Exchange heartbeats until this rank leaves, and end this process if a rank or the store is lost."""
         last = time.monotonic()
-        while True:
+        while not self._is_leaving:
             # This timer restarts in every iteration, so it expires only if a call into the device driver
             # blocks all Python threads.
             end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s):
-                if self._is_leaving:
-                    return
                 self._signals.recv(64)
-                self._is_hurried |= not self._is_stop_agreed
+                self._is_hurried |= not (self._is_stop_agreed or self._is_leaving)
             now = time.monotonic()
-            if (
-                now - last > 3 * self._interval_s
-            ):  # this process was frozen, so all heartbeats seem old
+            # If this process was frozen, all heartbeats seem old.
+            if now - last > 3 * self._interval_s:
                 self._restart_clocks()
             last = now
             if self._exchange.done():
