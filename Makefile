@@ -28,7 +28,8 @@ $(STAMP): setup.py
 	@command -v $(PYTHON) >/dev/null || { echo "python3 (3.11 or newer, with venv) is missing: install it, or say make PYTHON=..."; exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit("disco_ds needs Python 3.11 or newer; say make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "installing torch, DeepSpeed, open_clip and their dependencies into $(VENV), 6.4 GB: takes two to five minutes"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)

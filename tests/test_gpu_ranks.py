@@ -191,7 +191,7 @@ def is_rank_1(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_killed_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     path = write_run(tmp_path, 4, steps=20, checkpoint={"every_steps": 5, "keep_last": 9})
     on_ranks(train_run, path, None, "name=whole")
@@ -200,7 +200,7 @@ def test_killed_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
         newest = cut / "checkpoints" / "step-00000005"
         wait_for(newest.exists, "step 5", tmp_path, 90, poll_s=0.005)
         next(each for each in marked(marker) if is_rank_1(each)).kill()
-        assert process.wait(timeout=120) == 0, log_of(tmp_path)[-3000:]
+        assert process.wait(timeout=240) == 0, log_of(tmp_path)[-3000:]
     log = log_of(tmp_path)
     assert re.search(r"launch: restart 1 of 1, from \S*runs/cut, step-000000", log), log
     assert re.search(r"rank 0 stops: rank 1 on ", log), log
@@ -211,7 +211,7 @@ def evaluate(run: Path, out: Path) -> int:
     return main(["eval", str(run), "eval.labeled.unseen=bundled:emoji/unseen", "--json", str(out)])
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_other_numbers_of_ranks_resume_export_and_evaluate(tmp_path: Path) -> None:
     path = write_run(tmp_path, 2)
     on_ranks(train_run, path, None, "name=whole", "steps=6")

@@ -36,7 +36,7 @@ NORM = {
     0: {("copies to host", "training/engine.py backward_and_step"): 1},
     1: IN_PATCH,
     2: IN_PATCH,
-    3: {},
+    3: {("reads", "training/step.py run_step"): 1},
 }
 """ZeRO stage -> where the host waits for the gradient norm in a step, and how often."""
 Outcomes = dict[str, Outcome]

@@ -117,9 +117,8 @@ def run_step(
         with timer("step/backward and update"):
             again = surrogates(run.towers, run.loader.second_pass(), features, leaves)
             update = backward_and_step(engine, again, run.anomalies.max_norm)
-        if update.result in ("applied", "spike"):
-            run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
         if update.result == "spike":
+            run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
             return Skipped(None)
         if update.result == "not finite":
             return Skipped(f"step {step}: {NOT_FINITE}")
@@ -135,7 +134,11 @@ def run_step(
         run.loss.commit()
         if config.optim.ema:
             update_average(engine, config.optim.ema)
-    return make_output(out, leaves, update)
+    output = make_output(out, leaves, update)
+    if update.result == "applied":
+        # At ZeRO 3, item() waits for the device, so everything else is started first.
+        run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
+    return output
 
 
 def train_step(

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def python(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
-        command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=800, check=False
     )
 
 
@@ -175,7 +175,7 @@ def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> Non
         str(recipe(tmp_path)),
     ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (

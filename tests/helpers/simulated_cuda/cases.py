@@ -193,12 +193,14 @@ class Training:
             "schedule": plain(self.config.global_batch, 10),
         }
         self.run: Any = SimpleNamespace(**parts)
+        self.steps = 0
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """Take one step as the training loop does."""
         data = self.loader.start_step()
         self.run.metrics.phases.timer = lambda sampled: timer
-        out = run_step(self.run, 0, data)
+        out = run_step(self.run, self.steps, data)
+        self.steps += 1
         assert data.error is None, data.error
         return out, data
 

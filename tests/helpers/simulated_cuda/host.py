@@ -95,7 +95,7 @@ class Host(TorchDispatchMode):
 
     def on_local_scalar_dense(self, func: Any, x: Tensor) -> Any:
         if x.is_cuda:
-            self.write_values("reads")
+            self.note("reads")
         elif getattr(x, "constant", None) is not None or not isinstance(x, FakeTensor):
             return NotImplemented
         return self.answer(x)
@@ -119,9 +119,9 @@ class Host(TorchDispatchMode):
     def _crosses(self, x: Tensor, to: torch.device, non_blocking: bool) -> None:
         if to.type == "cpu":
             if not non_blocking:
-                self.write_values("copies to host")
+                self.note("copies to host")
         elif not (non_blocking and (self._is_pinned(x) or x.nbytes <= STAGED_BYTES)):
-            self.write_values("copies to device")
+            self.note("copies to device")
 
     def _is_pinned(self, x: Tensor) -> bool:
         """Return whether a tensor is in pinned memory. Registered memory is recognized by its size alone."""
@@ -136,8 +136,14 @@ class Host(TorchDispatchMode):
         return self._is_pinned(x)
 
     def on_barrier(self, func: Any, *_: Any, **__: Any) -> Any:
-        self.write_values("barrier")
+        self.note("barrier")
         return NotImplemented
+
+    def on_equal(self, func: Any, x: Tensor, y: Tensor) -> Any:
+        if not x.is_cuda:
+            return NotImplemented
+        self.note("compares")
+        return True
 
     def on_record_stream(self, func: Any, x: Tensor, stream: Any) -> Any:
         return None if x.is_cuda else NotImplemented
@@ -174,7 +180,7 @@ class Host(TorchDispatchMode):
     def _true(self, mask: Tensor) -> int:
         """Return a made-up number of true elements: one rank's share."""
         if mask.is_cuda:
-            self.write_values("counts")
+            self.note("counts")
         return max(mask.numel() // comm.size(), 1)
 
 
