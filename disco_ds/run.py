@@ -31,9 +31,8 @@ from disco_ds.distributed.launcher import SIGNALS, Interrupts, adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
 from disco_ds.eval.model import evaluation_settings, in_precision, load_model, read_image_spec
 from disco_ds.losses import LossContractError
-from disco_ds.runs.messages import show
+from disco_ds.runs.messages import log_only, say, show
 from disco_ds.runs.run_folder import AUTO, mark_launch
-from disco_ds.runs.run_log import log_only, say
 from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import describe_memory, finish, train

@@ -15,7 +15,6 @@ from disco_ds.data.sources.shards import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels.similarity import find_problem
-from disco_ds.metrics.tracking import check_packages
 from disco_ds.names import plural
 from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
@@ -31,11 +30,6 @@ def check_recipe(config: Config, ranks: int) -> Iterator[Line]:
     check_ds_config(config)
     check_without_data(config)
     yield Line("ok", "recipe", description.replace("\n", "; "))
-    # The run may take place on another machine, which has the packages.
-    try:
-        check_packages(config)
-    except ValueError as error:
-        yield Line("warn", "trackers", str(error))
 
 
 def check_start(config: Config, ranks: int) -> Iterator[Line]:

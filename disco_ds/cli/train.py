@@ -7,8 +7,7 @@ import os
 from disco_ds.cli.options import Train
 from disco_ds.config import load_config
 from disco_ds.distributed.launcher import die_with_launcher
-from disco_ds.runs.messages import fail_rank, set_up_logging
-from disco_ds.runs.run_log import say
+from disco_ds.runs.messages import fail_rank, say, set_up_logging
 
 
 def run(args: Train) -> int:

@@ -314,11 +314,6 @@ class DataSettings(SampleSettings):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
-    def is_filtered(self) -> bool:
-        """Whether filter or transforms may drop samples, so that the number of usable samples is unknown."""
-        return any(settings.filter or settings.transforms for settings in self.per_source)
-
-    @property
     def parts(self) -> Sequence[SampleSettings]:
         """Settings of each source. If data.sources is not set, there is exactly one source."""
         return self.sources if self.source == "shards" and self.sources else (self,)

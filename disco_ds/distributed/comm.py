@@ -324,13 +324,12 @@ def largest_of(values: Mapping[str, float | Tensor]) -> dict[str, float]:
     Args:
         values: Numbers, and 0-d tensors on any device.
     """
-    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values.values()]
     # This does not make the host wait for the device: CUDA copies a few bytes asynchronously.
-    packed = torch.tensor(numbers, dtype=torch.float64).to(local_device(), non_blocking=True)
-    for place, value in enumerate(values.values()):
-        if isinstance(value, Tensor):
-            packed[place] = value
-    return dict(zip(values, all_reduce_max(packed).tolist(), strict=True))
+    numbers = [
+        torch.as_tensor(value, dtype=torch.float64).to(local_device(), non_blocking=True)
+        for value in values.values()
+    ]
+    return dict(zip(values, all_reduce_max(torch.stack(numbers)).tolist(), strict=True))
 
 
 class _Gather(torch.autograd.Function):

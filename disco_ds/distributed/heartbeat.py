@@ -1,18 +1,15 @@
 """Detect lost and hung ranks through heartbeats in the rendezvous store, name them, and stop the run.
 
-A collective that waits for a dead rank times out without saying which rank is missing, so each rank
-runs two background threads:
+A collective that waits for a dead rank times out without saying which rank is missing. So each rank runs a
+background thread. At intervals, it writes this rank's heartbeat, which includes its progress in the training, into the
+store, and reads the verdict: the reason for stopping the run, empty until some rank writes one. Rank 0 also reads the
+heartbeats of all ranks, and looks for lost and hung ones. The others read that of rank 0.
 
-- The heartbeat thread writes this rank's heartbeat, which includes its progress in the training, into
-  the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
-  the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
-  ranks are read only after this rank has made no progress for a long time.
-- The clock thread ends the process if the store has not answered for too long. It also notices
-  signals, even while the main thread is blocked. It never uses the store, because a call to TCPStore
-  blocks forever if the store's host is frozen.
+A call to the store blocks forever if the store's host is frozen. Therefore it runs in a thread of its own (jobs.py),
+and the process ends if it takes too long.
 
 A rank's progress is that of its Python process. If a GPU hangs, all processes wait at the same mark, so
-the error names no hung rank. NCCL's flight records (py) help to find this rank.
+the error names no hung rank. NCCL's flight records (below) help to find this rank.
 """
 
 from __future__ import annotations
@@ -25,33 +22,25 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Sequence
+from concurrent import futures
 from contextlib import suppress
+from functools import partial
 
 # `wait` uses poll(). select.select() would fail in a process with more than 1,024 open files.
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, jobs
 
 INTERVAL_S = 2.0
 """Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
 HURRY_S = 10.0
-"""After a failed collective or a signal, a rank counts as lost if it has sent no new heartbeat for this long.
+"""After a failed collective or a signal on any rank, a rank counts as lost if it has sent no heartbeat for this long.
 
 This is shorter than lost_after_s usually is, because the launcher sends SIGTERM one second after it
 has lost a rank, and SIGKILL half a minute later. The limit returns to lost_after_s once all ranks
 have agreed to stop because of the signal, which shows that no rank is lost.
-"""
-WATCHED = 3
-"""Number of ranks that each rank watches.
-
-Watching one rank would be enough: if several ranks are lost, at least one of them is watched by a
-surviving rank. With three, one slow watcher does not delay detection, and the store still serves
-only a few values per rank and interval.
 """
 KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
@@ -78,6 +67,8 @@ class Progress(NamedTuple):
     """Number of completed steps."""
     doing: str
     """The phase that begins at the mark, such as "forward"."""
+    timed: bool = False
+    """Whether timeout_s limits the phase."""
 
     def __str__(self) -> str:
         return f"step {self.step:,}, {self.doing}"
@@ -86,10 +77,12 @@ class Progress(NamedTuple):
 class Beat(NamedTuple):
     """The heartbeat that a rank writes into the store."""
 
-    serial: int
-    """Number of heartbeats that the rank has sent so far, so that no two of its heartbeats are equal."""
+    sent_at: float
+    """By the clock of the rank, so that no two of its heartbeats are equal."""
     progress: Progress
-    running: bool
+    is_hurried: bool
+    """Whether the rank has had a communication error or a signal, so that HURRY_S applies to all ranks."""
+    is_running: bool
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
 
@@ -101,14 +94,14 @@ class Heartbeat:
     During training, each rank calls `mark` at the start of each phase. There are three time limits:
 
     - lost_after_s, which always applies: a rank whose heartbeat has not changed for this long is lost.
-    - 0.9 x timeout_s, which always applies: if this rank has passed no mark for this long, and other
-      ranks have passed fewer marks, the run ends with an error that names those ranks. This rank is
-      probably waiting for them in a collective, which the backend would end after timeout_s without
-      naming any rank.
-    - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
-      long and no rank is behind it, the run ends with an error that reports this rank's last mark.
-      Building, the first step (which compiles), evaluation and saving are not timed, because they may
-      take hours. The backend's timeout still applies to collectives in these phases.
+    - 0.9 x timeout_s, which always applies: if no rank has passed a new mark for this long, and some
+      ranks have passed fewer marks than others, the run ends with an error that names those ranks. The
+      others are probably waiting for them in a collective, which the backend would end after timeout_s
+      without naming any rank.
+    - timeout_s, which applies after marks with timed=True: if all ranks have waited at the same mark
+      for this long, the run ends with an error that reports the mark. Building, the first step (which
+      compiles), evaluation and saving are not timed, because they may take hours. The backend's timeout
+      still applies to collectives in these phases.
 
     Args:
         lost_after_s: First time limit.
@@ -120,24 +113,12 @@ class Heartbeat:
         self.timeout_s = timeout_s
         self.folder: Path | None = None
         """Folder for the diagnostics that this rank writes before its process is ended; None: write to stderr only."""
-        self._interval_s = min(INTERVAL_S, lost_after_s / 10)
-        # If an iteration of a thread's loop takes longer than this, the process was frozen.
-        self._frozen_s = 3 * self._interval_s
         self.progress = Progress(0, 0, "building")
         """What the last call of `mark` recorded."""
-        self._marked_at = time.monotonic()
-        self._timed = False
-        self._last_answer = time.monotonic()
-        self._compared_at = 0.0
-        """When this rank last read all heartbeats. Such reads must be rare: all ranks may do it at the same time."""
-        self._serial = 0
-        self._exit_reason: str | None = None
-        """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""
-        self._error: BaseException | None = None
-        self._hurry = False
-        self._stop = False
-        self._stop_agreed = False
-        self._wake = threading.Event()
+        self._furthest = self.progress
+        """For rank 0, the latest progress of any rank."""
+        self._interval_s = min(INTERVAL_S, lost_after_s / 10)
+        self._is_hurried = self._is_stop_agreed = self._is_leaving = False
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
         """Record how far training has got. All ranks make the same calls in the same order.
@@ -147,88 +128,67 @@ class Heartbeat:
             doing: Name of the phase that begins here.
             timed: Whether timeout_s limits the time from this mark to the next one.
         """
-        self._timed = False  # cleared first, because _marked_at still belongs to the previous mark
-        # The heartbeat thread reads the progress before the time, so it never sees new progress with an old time.
-        self._marked_at = time.monotonic()
-        self.progress = Progress(self.progress.number + 1, step, doing)
-        self._timed = timed
+        self.progress = Progress(self.progress.number + 1, step, doing, timed)
 
     def stop_agreed(self) -> None:
         """Replace the short limit HURRY_S with lost_after_s again.
 
         Call this after all ranks have agreed to stop and save, which shows that they are alive.
         """
-        self._stop_agreed = True
-        self._hurry = False
+        self._is_stop_agreed = True
+        self._is_hurried = False
 
     def __enter__(self) -> Heartbeat:
-        """Start both threads. Collective."""
-        self._active = comm.size() > 1
-        if not self._active:
+        """Start the thread. Collective."""
+        if comm.size() == 1:
             return self
-        self._rank, size = comm.rank(), comm.size()
+        self._rank = comm.rank()
         self._hosts = comm.gather_objects(socket.gethostname())
         self._store = comm.open_store(self.lost_after_s)
-        self._watched = [(self._rank + i) % size for i in range(1, min(WATCHED + 1, size))]
-        self._beats: dict[int, Beat] = {}
-        """Maps a rank to the last heartbeat read from it. Ranks whose heartbeat was never read are missing."""
+        self._watched = [0] if self._rank else [*range(1, comm.size())]
+        self._beats = dict.fromkeys(self._watched, Beat(0.0, self.progress, False, True))
+        """The last heartbeat of this rank and of each watched rank."""
         if self._rank == 0:
             self._store.set(VERDICT, "")
         self._send_beat()
         comm.barrier()  # wait for the first heartbeat of every rank: reading a missing key would block
         self._restart_clocks()
-        self._read(self._watched)
         # Python runs signal handlers in the main thread, which may be blocked in a collective. But it
-        # writes the signal's number to the wakeup socket at once, and the clock thread reads it there.
+        # writes the signal's number to the wakeup socket at once, and the thread reads it there.
         self._signals, self._signal_sender = socket.socketpair()
         self._signal_sender.setblocking(False)
-        # An evaluation may run outside the main thread, where Python does not allow set_wakeup_fd.
-        self._handles_signals = threading.current_thread() is threading.main_thread()
-        if self._handles_signals:
-            self._previous_wakeup = signal.set_wakeup_fd(
-                self._signal_sender.fileno(), warn_on_full_buffer=False
-            )
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_clock)
-        ]
-        for thread in self._threads:
-            thread.start()
+        signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
+        self._exchange = jobs.start(self._exchange_beats)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        """Stop both threads. After a communication error, first wait until the rank that caused it is found."""
-        if not self._active:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Stop the thread. After a communication error, first wait until the rank that caused it is found."""
+        if comm.size() == 1:
             return
         if isinstance(error, comm.AgreedError):  # this rank leaves together with all others
             error = None
-        if isinstance(error, KeyboardInterrupt):
-            time.sleep(self._interval_s)  # meanwhile, _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
-            self._error = error
-            self._hurry = True
-            # If a rank is lost, _beat reports it and ends this process while this thread waits.
+            self._is_hurried = True
+            # If a rank is lost, the thread reports it and ends this process during this wait.
             time.sleep(self._patience_s + 3 * self._interval_s)
-        reason = ""
-        if error is not None:
-            name = f"rank {self._rank} on {socket.gethostname()} (last {self.progress})"
-            reason = f"{name} failed: {type(error).__name__}: {error}"
-        # Assigned only when it is complete, because the heartbeat thread may read it at any time.
-        self._exit_reason = reason
-        self._wake.set()
-        beat_thread, clock_thread = self._threads
-        beat_thread.join(self.lost_after_s)
-        if error is not None:
-            self._keep_store_alive()
-        self._stop = True
+        self._is_leaving = True
         self._signal_sender.send(b"!")
-        clock_thread.join(2 * self._interval_s)
-        cancel_end()
-        if self._handles_signals:
-            signal.set_wakeup_fd(self._previous_wakeup)
+        self._thread.join()
+        futures.wait([jobs.start(partial(self._leave, error))], self.lost_after_s)
+        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(-1)
         self._signals.close()
         self._signal_sender.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Send this rank's last heartbeat. If this rank fails, its error is the verdict."""
+        futures.wait([self._exchange])  # two threads must not use the store at the same time
+        self._send_beat(is_running=False)
+        if error is not None:
+            self._publish(f"{self._name(self._rank)} failed: {type(error).__name__}: {error}")
+            self._keep_store_alive()
 
     @property
     def _patience_s(self) -> float:
@@ -238,34 +198,40 @@ class Heartbeat:
         After a failed collective or a signal, it is at most HURRY_S.
         """
         usual = self.lost_after_s - 3 * self._interval_s
-        return min(usual, HURRY_S) if self._hurry else usual
+        is_hurried = self._is_hurried or any(beat.is_hurried for beat in self._beats.values())
+        return min(usual, HURRY_S) if is_hurried else usual
 
-    def _beat(self) -> None:
-        """Run the heartbeat thread, the only one of the two threads that uses the store."""
+    def _watch(self) -> None:
+        """Exchange heartbeats until this rank leaves, and end this process if a rank or the store is lost."""
         last = time.monotonic()
-        while not self._stop:
-            self._wake.wait(self._interval_s)
-            # Read before the heartbeat is sent. If it is already set here, that heartbeat is the last one.
-            exit_reason = self._exit_reason
-            try:
-                if exit_reason:
-                    self._publish(exit_reason)
-                self._send_beat()
-                if exit_reason is not None:
-                    return
-                verdict = self._read(self._watched)
-                now = time.monotonic()
-                if now - last > self._frozen_s:  # this rank was frozen, so all heartbeats seem old
-                    self._restart_clocks()
-                last = self._last_answer = now
-                if reason := verdict or self._find_lost(now):
-                    self._end(reason)
-            except RuntimeError:
-                # The store has failed. The clock thread ends this process if that lasts too long.
-                time.sleep(self._interval_s)
+        while not self._is_leaving:
+            # This timer restarts in every iteration, so it expires only if a call into the device driver
+            # blocks all Python threads.
+            end_process_after(self.timeout_s)
+            if wait([self._signals], self._interval_s):
+                self._signals.recv(64)
+                self._is_hurried |= not (self._is_stop_agreed or self._is_leaving)
+            now = time.monotonic()
+            # If this process was frozen, all heartbeats seem old.
+            if now - last > 3 * self._interval_s:
+                self._restart_clocks()
+            last = now
+            if self._exchange.done():
+                # After an error of the store, try again. It may be temporary.
+                if self._exchange.exception() is None:
+                    self._last_answer = now
+                    if reason := self._exchange.result() or self._find_lost(now):
+                        self._end(reason)
+                self._exchange = jobs.start(self._exchange_beats)
+            silent_s = now - self._last_answer
+            if silent_s > self._patience_s:
+                self._end(
+                    f"no answer from the rendezvous store for {silent_s:.0f} s; it runs in {self._name(0)}, "
+                    "or in torchrun's agent on that host"
+                )
 
-    def _read(self, ranks: Sequence[int]) -> str:
-        """Read the heartbeats of these ranks, and record the time for each one that has changed.
+    def _exchange_beats(self) -> str:
+        """Send this rank's heartbeat, read those of the watched ranks, and record when each one has changed.
 
         Returns:
             The verdict, or an empty string if there is none.
@@ -273,104 +239,53 @@ class Heartbeat:
         Raises:
             RuntimeError: If the store does not answer.
         """
-        keys = [f"{KEY}/{rank}" for rank in ranks]
+        self._send_beat()
+        keys = [f"{KEY}/{rank}" for rank in self._watched]
         *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
-        for rank, text in zip(ranks, texts, strict=True):
-            serial, progress, running = json.loads(text)
-            beat = Beat(serial, Progress(*progress), running)
-            if beat != self._beats.get(rank):
-                self._beats[rank] = beat
+        for rank, text in zip(self._watched, texts, strict=True):
+            sent_at, progress, *flags = json.loads(text)
+            if sent_at != self._beats[rank].sent_at:
+                self._beats[rank] = Beat(sent_at, Progress(*progress), *flags)
                 self._last_heard[rank] = now
         return verdict.decode()
 
-    def _watch_clock(self) -> None:
-        """Run the clock thread, which never uses the store."""
-        last = time.monotonic()
-        while not self._stop:
-            # This timer restarts in every iteration, so it expires only if a call into the device driver
-            # blocks all Python threads.
-            end_process_after(self.timeout_s)
-            if wait([self._signals], self._interval_s / 2):
-                received = self._signals.recv(64)
-                self._hurry |= not self._stop_agreed
-                handler = signal.getsignal(signal.SIGINT)
-                if signal.SIGINT in received and handler is signal.default_int_handler:
-                    self._end_interrupted()
-            now = time.monotonic()
-            if now - last > self._frozen_s:
-                self._last_answer = now
-            last = now
-            silent_s = now - self._last_answer
-            if silent_s > self._patience_s:
-                self._end(
-                    f"no answer from the rendezvous store for {silent_s:.0f} s; it runs in {self._name(0)}, "
-                    "or in torchrun's agent on that host",
-                    publish=False,
-                )
-
     def _find_lost(self, now: float) -> str | None:
-        """Return an error message that names lost or hung ranks, or None if there are none.
-
-        Raises:
-            RuntimeError: If the store does not answer.
-        """
+        """Return an error message that names lost or hung ranks, or None if there are none."""
         for rank in self._watched:
             silent_s = now - self._last_heard[rank]
-            if self._beats[rank].running and silent_s > self._patience_s:
+            if self._beats[rank].is_running and silent_s > self._patience_s:
                 return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
-        progress = self.progress  # read before the time, see `mark`
-        waited_s = now - self._marked_at
-        pause_s = 0.1 * self.timeout_s
-        if waited_s > 9 * pause_s and now - self._compared_at > pause_s:
-            self._compared_at = now
-            self._read(range(comm.size()))
-            behind = [
-                self._name(rank)
-                for rank, beat in sorted(self._beats.items())
-                if beat.running and beat.progress.number < progress.number
-            ]
-            if behind:
-                return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
-        if self._timed and now - self._marked_at > self.timeout_s:
+        if self._rank > 0:
+            return None
+        running = {rank: beat.progress for rank, beat in self._beats.items() if beat.is_running}
+        furthest = max(running.values())
+        if furthest > self._furthest:
+            self._furthest, self._moved_at = furthest, now
+        waited_s = now - self._moved_at
+        behind = sorted(rank for rank, progress in running.items() if progress < furthest)
+        if behind and waited_s > 0.9 * self.timeout_s:
             return (
-                f"no rank has made progress for {waited_s:.0f} s: {self._name(self._rank)} waits, and no "
-                "rank is behind it"
+                f"the others have waited {waited_s:.0f} s for {'; '.join(map(self._name, behind))}"
             )
+        if not behind and furthest.timed and waited_s > self.timeout_s:
+            return f"no rank has made progress for {waited_s:.0f} s: all ranks wait at {furthest}"
         return None
 
-    def _end(self, reason: str, publish: bool = True) -> None:
-        """Print the reason, write diagnostics, and end this process with exit code 1.
-
-        Args:
-            reason: Why the process ends, for the error message.
-            publish: Whether to write the reason into the store for the other ranks.
-        """
-        if publish:
+    def _end(self, reason: str) -> None:
+        """Print the reason, write diagnostics, and end this process with exit code 1."""
+        end_process_after(LIMIT_S)  # in case that a call into the store or the driver blocks
+        if self._exchange.done():  # otherwise, the store is frozen
             with suppress(RuntimeError):
                 self._publish(reason)
-        if self._error is not None:
-            traceback.print_exception(self._error)
         print(
             f"error on {socket.gethostname()}: rank {self._rank} stops: {reason}",
             file=sys.stderr,
             flush=True,
         )
         write_diagnostics(self.folder, self._rank)
-        if publish:
-            self._keep_store_alive()
+        self._keep_store_alive()
         os._exit(1)
-
-    def _end_interrupted(self) -> None:
-        """End this process immediately after Ctrl-C. Only used while there is nothing to save.
-
-        A KeyboardInterrupt would come too late: if the main thread is in a collective, Python raises it only
-        after the collective has returned.
-        """
-        if self._rank == 0:
-            with suppress(OSError):  # the terminal or a `tee` may be closed already
-                print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
 
     def _keep_store_alive(self) -> None:
         """On rank 0, whose process may serve the store, wait so that the other ranks can read the verdict."""
@@ -387,20 +302,19 @@ class Heartbeat:
         text = reason.encode("utf-8", "backslashreplace").decode()
         self._store.compare_set(VERDICT, "", text)
 
-    def _send_beat(self) -> None:
-        self._serial += 1
-        beat = Beat(self._serial, self.progress, self._exit_reason is None)
+    def _send_beat(self, is_running: bool = True) -> None:
+        beat = Beat(time.monotonic(), self.progress, self._is_hurried, is_running)
+        self._beats[self._rank] = beat
         self._store.set(f"{KEY}/{self._rank}", json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        last = f" (last {self._beats[rank].progress})" if rank in self._beats else ""
-        return f"rank {rank} on {self._hosts[rank]}{last}"
+        return f"rank {rank} on {self._hosts[rank]} (last {self._beats[rank].progress})"
 
     def _restart_clocks(self) -> None:
-        """Treat all ranks as if their heartbeats had just changed, and this rank as if it had just made progress."""
-        now = time.monotonic()
-        self._last_heard = dict.fromkeys(range(comm.size()), now)
-        self._marked_at = now
+        """Count all ranks and the store as heard of just now, and rank 0's view of the progress as new."""
+        now = self._last_answer = self._moved_at = time.monotonic()
+        self._last_heard: dict[int, float] = dict.fromkeys(self._watched, now)
+        self._furthest = self.progress
 
 
 # Diagnostics that a rank writes before its process is ended
@@ -423,13 +337,12 @@ def dump_records_to(folder: Path) -> None:
 
 
 def write_diagnostics(folder: Path | None, rank: int) -> None:
-    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, a timer ends it after LIMIT_S.
+    """Write this rank's diagnostics.
 
     Args:
         folder: The folder to write into. None writes only stacks, to stderr.
         rank: This rank.
     """
-    end_process_after(LIMIT_S)
     if folder is None:
         faulthandler.dump_traceback(file=STDERR)
         return
@@ -451,8 +364,3 @@ def end_process_after(seconds: float) -> None:
     so if one of these calls blocks in the driver, no Python thread can run.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
-
-
-def cancel_end() -> None:
-    """Stop the timer of `end_process_after`."""
-    faulthandler.cancel_dump_traceback_later()

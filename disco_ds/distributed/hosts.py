@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -24,8 +23,6 @@ import torch
 
 from disco_ds.distributed import comm
 
-logger = logging.getLogger(__name__)
-
 Report = tuple[str, dict[str, str]]
 """(host, settings) of a rank. The settings map a dotted key to its value as JSON text."""
 REMEDY = (
@@ -34,10 +31,9 @@ REMEDY = (
 )
 
 
-SAME_CODE = "install the same code on all hosts"
+SAME_CODE = "install the same code and libraries on all hosts"
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "deepspeed", "open_clip_torch")
-"""A rank whose version of one of these differs causes a warning."""
 
 
 def check_agreement(settings: dict[str, Any], remedy: str = REMEDY, what: str = "settings") -> None:
@@ -52,22 +48,21 @@ def check_agreement(settings: dict[str, Any], remedy: str = REMEDY, what: str = 
         ValueError: On every rank, if settings differ. The message lists the keys that differ, with their
             values and the hosts and ranks that have each value.
     """
-    differences = compare_ranks(settings)
+    local = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(settings)}
+    differences = find_differences(comm.gather_objects((socket.gethostname(), local)))
     if differences:
         lines = [f"the ranks have different {what}:", *differences]
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
 
 
 def check_code() -> None:
-    """Check that all ranks run the same code, and warn if their versions of LIBRARIES differ. Collective.
+    """Check that all ranks run the same code and the same versions of LIBRARIES. Collective.
 
     Raises:
-        ValueError: On every rank, if the code differs. The message names the hosts.
+        ValueError: On every rank, if they differ. The message names the hosts.
     """
-    check_agreement({"disco_ds": hash_code()}, SAME_CODE, "code")
-    differences = compare_ranks({name: metadata.version(name) for name in LIBRARIES})
-    if differences and comm.rank() == 0:
-        logger.warning("the ranks have different libraries: %s", "; ".join(differences))
+    versions = {name: metadata.version(name) for name in LIBRARIES}
+    check_agreement({"disco_ds": hash_code(), **versions}, SAME_CODE, "code")
 
 
 def hash_code() -> str:
@@ -79,27 +74,18 @@ def hash_code() -> str:
     return digest.hexdigest()[:12]
 
 
-def compare_ranks(settings: dict[str, Any]) -> list[str]:
-    """Return a line for each setting that differs between ranks. Collective."""
-    local = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(settings)}
-    return find_differences(comm.gather_objects((socket.gethostname(), local)))
-
-
 def find_differences(reports: list[Report]) -> list[str]:
-    """Return a line for each setting that differs, with its values and the ranks that have each value."""
-    keys = sorted({key for _, settings in reports for key in settings})
+    """Return a line for each setting that differs, with its values and the hosts and ranks that have each value."""
     lines = []
-    for key in keys:
-        # value -> host -> ranks, with the value of rank 0 first
-        reporters: dict[str, dict[str, list[int]]] = {}
-        for rank, (host, settings) in enumerate(reports):
-            hosts = reporters.setdefault(settings.get(key, "not given"), {})
-            hosts.setdefault(host, []).append(rank)
-        if len(reporters) > 1:
+    for key in sorted({key for _, settings in reports for key in settings}):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, (_, settings) in enumerate(reports):
+            ranks_with.setdefault(settings.get(key, "not given"), []).append(rank)
+        if len(ranks_with) > 1:
             values = []
-            for value, hosts in reporters.items():
-                ranks_of = [f"{host} ({comm.join_ranks(ranks)})" for host, ranks in hosts.items()]
-                values.append(f"{value} on {', '.join(ranks_of)}")
+            for value, ranks in ranks_with.items():
+                hosts = ", ".join(dict.fromkeys(reports[rank][0] for rank in ranks))
+                values.append(f"{value} on {hosts} ({comm.join_ranks(ranks)})")
             lines.append(f"{key}: {'; '.join(values)}")
     return lines
 

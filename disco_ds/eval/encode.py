@@ -44,7 +44,7 @@ class ImageSet:
 
 
 class Pairs(NamedTuple):
-    """This rank's features of a captioned set."""
+    """The features of a captioned set on all ranks, in the order of the samples."""
 
     image: Tensor
     """Unit rows, fp32, one for each image."""
@@ -133,29 +133,28 @@ class Encoder:
         return encoded
 
     def encode_pairs(self, pairs: ImageSet, most: int | None = None) -> Pairs:
-        """Encode this rank's images and the first `most` captions of each (None: all captions).
+        """Encode the images, and the first `most` captions of each (None: all captions).
 
         Raises:
             AgreedError: On all ranks, if shards cannot be read, no image can be read, or features are not finite.
         """
-        parts, texts, image_ids, text_ids = [], list[str](), list[int](), list[int]()
-        hashes = list[int]()
+        parts, texts = list[Tensor](), list[str]()
+        # (sample id, hash) of each image and of each caption
+        images, captions = list[tuple[int, int]](), list[tuple[int, int]]()
         for features, samples in self.encode_images(pairs):
             parts.append(features)
-            for pixels, captions, index in samples:
-                lines = [line.strip() for line in captions.split("\n") if line.strip()][:most]
-                image_ids.append(index)
-                hashes.append(_hash(pixels.numpy().tobytes()))
+            for pixels, text, index in samples:
+                lines = [line.strip() for line in text.split("\n") if line.strip()][:most]
+                images.append((index, _hash(pixels.numpy().tobytes())))
+                captions += [(index, _hash(line.encode())) for line in lines]
                 texts += lines
-                text_ids += [index] * len(lines)
-        image, text = torch.cat(parts), self.encode_texts(texts)
-        text_hashes = [_hash(line.encode()) for line in texts]
-        ids = (
-            torch.tensor(values, dtype=torch.int64, device=image.device)
-            for values in (image_ids, hashes, text_ids, text_hashes)
-        )
-        image_id, image_hash, text_id, text_hash = ids
-        return Pairs(image, image_id, image_hash, text, text_id, text_hash)
+        sides = []
+        for features, keys in ((torch.cat(parts), images), (self.encode_texts(texts), captions)):
+            keyed = torch.tensor(keys, dtype=torch.int64, device=features.device).view(-1, 2)
+            ids = gather_rows(keyed)
+            order = ids[:, 0].argsort(stable=True)
+            sides += [gather_rows(features)[order], *ids[order].T.contiguous()]
+        return Pairs(*sides)
 
     def encode_classes(self, classes: list[str], templates: tuple[str, ...]) -> Tensor:
         """Encode each class as the normalized mean of its prompts' features.

@@ -31,16 +31,12 @@ class RetrievalSet(ImageSet):
         r10: the fractions of queries with a match among the 1, 5 and 10 most similar keys. If several images have the
         same caption, or the same pixels, each of them is a right answer.
         """
-        local = encoder.encode_pairs(self)
-        # Sorted by id, so that the order does not depend on the ranks.
-        image_id, by_id = gather_rows(local.image_id).sort()
-        image, image_hash = (gather_rows(x)[by_id] for x in (local.image, local.image_hash))
-        text_id, by_id = gather_rows(local.text_id).sort(stable=True)
-        text, text_hash = (gather_rows(x)[by_id] for x in (local.text, local.text_hash))
+        image, image_id, image_hash, text, text_id, text_hash = encoder.encode_pairs(self)
         owners = image_hash[torch.searchsorted(image_id, text_id)]
         matches = torch.stack([owners, text_hash], 1).unique(dim=0)
-        i2t = find_ranks(local.image, local.image_hash, text, text_hash, matches)
-        t2i = find_ranks(local.text, local.text_hash, image, image_hash, matches.flip(1))
+        local = slice(comm.rank(), None, comm.size())
+        i2t = find_ranks(image[local], image_hash[local], text, text_hash, matches)
+        t2i = find_ranks(text[local], text_hash[local], image, image_hash, matches.flip(1))
         values = summarize("i2t", gather_rows(i2t)) | summarize("t2i", gather_rows(t2i))
         num_broken = self.source.num_samples - len(image)
         counts = {"num_images": len(image), "num_texts": len(text), "num_broken": num_broken}
@@ -106,9 +102,8 @@ class HeldOutSet(ImageSet):
         A set smaller than a batch forms one batch. The values depend on the batch size, so their names
         include it.
         """
-        local = encoder.encode_pairs(self, most=1)
-        order = gather_rows(local.image_id).argsort()
-        image, text = gather_rows(local.image)[order], gather_rows(local.text)[order]
+        pairs = encoder.encode_pairs(self, most=1)
+        image, text = pairs.image, pairs.text
         scale = encoder.model(text=encoder.tokenize([""]).to(image.device))[2]
         batch = min(self.batch, len(image))
         starts = range(0, len(image) - batch + 1, batch)

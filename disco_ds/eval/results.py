@@ -53,11 +53,10 @@ def describe(results: Sequence[Result]) -> str:
         rows: list[list[str]] = []
         for result in group:
             values = [_format(metric, value) for metric, value in result.values.items()]
-            counts = [f"{count:,}" for count in result.counts.values()]
-            rows.append([result.name, *values, *counts])
-        names = [name.removeprefix("num_") for name in (*columns, *result.counts)]
-        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-        for row in (names, *rows):
+            rows.append([result.name, *values, *map("{:,}".format, result.counts.values())])
+        rows.insert(0, [name.removeprefix("num_") for name in (*columns, *result.counts)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
             cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
             lines.append("  ".join(cells))
     return "\n".join(lines)

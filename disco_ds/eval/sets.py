@@ -15,15 +15,13 @@ All sets are checked when a run starts, so that a mistake is reported before tra
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -33,7 +31,7 @@ from disco_ds.data import (
     CaptionedImages,
     ImageFolder,
     ImageSpec,
-    Manifest,
+    Source,
     Table,
     index_shards,
     is_table,
@@ -52,12 +50,11 @@ from disco_ds.eval.zero_shot import LabeledSet
 logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
 _IMAGENET = "imagenet"
-_WNID = r"n\d{8}"
-"""Matches a WordNet id."""
+_IMAGES = "jpg;jpeg;png;webp;filepath;image"
+"""Where images are looked for besides data.image_key: members of shards, open_clip's default of --csv-img-key, and the
+images of an ImageFolder."""
 _SHARDS_CAPTION = EvalSettings().caption_key
 """The default of eval.caption_key."""
-_CSV_IMAGE = "filepath"
-"""open_clip's default of --csv-img-key."""
 _CSV_CAPTION = "{title}"
 """open_clip's default of --csv-caption-key. For csv files, it is the default of eval.caption_key."""
 
@@ -69,17 +66,14 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
         ValueError: If a set is missing, is empty, or does not fit the setting that names it; or if a
             label has no class name.
     """
-    data = data.model_copy(update={"group_by": None})  # evaluations have no groups
+    # Evaluations have no groups, and data.image_key may name a column of a training csv.
+    changes = {"group_by": None, "image_key": f"{data.image_key};{_IMAGES}"}
+    data = data.model_copy(update=changes)
     sets: list[ImageSet] = []
-    for setting, load in (
-        ("labeled", _load_labeled),
-        ("retrieval", _load_retrieval),
-        ("validation", _load_held_out),
-        ("probes", _load_probe),
-    ):
+    for setting in ("labeled", "retrieval", "validation", "probes"):
         for name, given in getattr(settings, setting).items():
             try:
-                sets.append(load(name, given, settings, data))
+                sets.append(_load(setting, name, given, settings, data))
             except ValueError as error:
                 raise ValueError(f"eval.{setting}.{name}: {error}") from None
     return sets
@@ -126,138 +120,111 @@ def evaluate_sets(
     return results
 
 
-def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> LabeledSet:
-    file, templates = settings.classes.get(name), settings.templates.get(name)
-    images, labels = _open_labeled(name, path, settings, data)
-    if isinstance(images.source, ImageFolder):
-        classes = read_classes(file, labels) if file else _imagenet_classes(name, labels)
-        templates = templates or _IMAGENET
-    else:
-        folder = resolve_shards(path)
-        if _is_benchmark(folder):
-            file = file or folder / "classnames.txt"
-            provided = folder / "zeroshot_classification_templates.txt"
-            templates = templates or (str(provided) if provided.is_file() else _IMAGENET)
-        classes = read_classes(file, labels) if file else {label: label for label in labels}
-    prompts = read_templates(templates) if templates else PLAIN
-    return LabeledSet(**vars(images), classes=classes, templates=prompts)
-
-
-def _load_retrieval(
-    name: str, path: str, settings: EvalSettings, data: DataSettings
-) -> RetrievalSet:
-    return RetrievalSet(**vars(_open_captioned(name, path, settings, data)))
-
-
-def _load_held_out(name: str, path: str, settings: EvalSettings, data: DataSettings) -> HeldOutSet:
-    images = _open_captioned(name, path, settings, data)
+def _load(
+    setting: str, name: str, given: Any, settings: EvalSettings, data: DataSettings
+) -> ImageSet:
+    """Open the set that eval.SETTING.NAME gives, and read its labels."""
+    if setting == "probes":
+        try:
+            import sklearn  # noqa: F401 - probes.py needs it
+        except ImportError as error:
+            raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
+        train, _ = _open(name, given.train, data, settings.label_key)
+        test, _ = _open(name, given.test, data, settings.label_key)
+        return ProbeSet(**vars(test), train=train)
+    if setting == "labeled":
+        images, labels = _open(name, given, data, settings.label_key)
+        return _add_classes(images, labels, resolve_shards(given), settings)
+    images, _ = _open(name, given, data, settings.caption_key, is_captioned=True)
+    if setting == "retrieval":
+        return RetrievalSet(**vars(images))
     return HeldOutSet(**vars(images), batch=settings.validation_batch)
 
 
-def _load_probe(name: str, probe: Any, settings: EvalSettings, data: DataSettings) -> ProbeSet:
-    try:
-        import sklearn  # noqa: F401 - probes.py needs it
-    except ImportError as error:
-        raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
-    train, _ = _open_labeled(name, probe.train, settings, data)
-    test, _ = _open_labeled(name, probe.test, settings, data)
-    return ProbeSet(**vars(test), train=train)
-
-
-def _open_labeled(
-    name: str, path: str, settings: EvalSettings, data: DataSettings
-) -> tuple[ImageSet, list[str]]:
-    """Open images with labels, and return them with their distinct labels."""
-    if is_table(path):
-        images = _open_table(name, path, settings.label_key, data, joins=False)
-        return images, _list_texts(images, "label_key")
-    images = _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
-    if isinstance(images.source, ImageFolder):
-        return images, images.source.classes
-    return images, _list_texts(images, "label_key")
-
-
-def _open_captioned(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    """Open images with captions."""
-    if is_table(path):
-        is_default = settings.caption_key == _SHARDS_CAPTION
-        caption = _CSV_CAPTION if is_default else settings.caption_key
-        return _open_table(name, path, caption, data, joins=True)
-    images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
-    if isinstance(images.source, ImageFolder):
-        raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
-    _list_texts(images, "caption_key")
-    return images
-
-
-def _open_table(name: str, path: str, text: str, data: DataSettings, joins: bool) -> ImageSet:
-    """Open a csv. `joins`: rows with the same path are one image with several texts."""
-    columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {text: 1.0}}
-    data = data.model_copy(update=columns)
-    source = CaptionedImages.read_texts(Table.load(path, data), text, joins)
-    return ImageSet(name, source, data, "{texts}")
+def _add_classes(
+    images: ImageSet, labels: list[str], folder: Path, settings: EvalSettings
+) -> LabeledSet:
+    """Add the class names and the prompts to the images in a folder."""
+    file, templates = settings.classes.get(images.name), settings.templates.get(images.name)
+    is_folder = isinstance(images.source, ImageFolder)
+    if _is_benchmark(folder):
+        file = file or folder / "classnames.txt"
+        provided = folder / "zeroshot_classification_templates.txt"
+        templates = templates or (str(provided) if provided.is_file() else _IMAGENET)
+    if file:
+        classes = read_classes(file, labels)
+    elif is_folder:
+        classes = _imagenet_classes(images.name, labels)
+    else:
+        classes = {label: label for label in labels}
+    templates = templates or (_IMAGENET if is_folder else None)
+    prompts = read_templates(templates) if templates else PLAIN
+    return LabeledSet(**vars(images), classes=classes, templates=prompts)
 
 
 def _is_benchmark(folder: Path) -> bool:
     return (folder / "test" / "nshards.txt").is_file()
 
 
-def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text: str) -> ImageSet:
-    """Open an evaluation set from a folder in any supported layout.
+def _open(
+    name: str, path: str, data: DataSettings, text: str, is_captioned: bool = False
+) -> tuple[ImageSet, list[str]]:
+    """Open an evaluation set in any supported layout.
 
     Args:
         name: Name of the set.
-        folder: The folder.
-        data: How to read images from shards, if the set does not have clip_benchmark's layout.
-        text: Template of the label or captions in these shards.
-        benchmark_text: Template of the label or captions in shards that have clip_benchmark's layout.
+        path: A folder or csv.
+        data: How to read images.
+        text: Template of the label or captions, in shards without clip_benchmark's layout and in a csv.
+        is_captioned: Whether the images have captions, not labels. In a csv, rows with the same path are then one image
+            with several captions.
+
+    Returns:
+        The images, and their distinct labels or captions, sorted.
 
     Raises:
-        ValueError: If the folder is missing, empty or incomplete.
+        ValueError: If the set is missing, empty or incomplete, or has no labels or captions.
     """
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
-    if _is_benchmark(folder):
-        manifest = index_shards(folder / "test")
-        num_expected = read_text(folder / "test" / "nshards.txt", "file").strip()
-        if num_expected != str(len(manifest.shards)):
-            raise ValueError(
-                f"{folder / 'test'} has {len(manifest.shards)} .tar files, but its nshards.txt "
-                f"says {num_expected}; download the missing files"
-            )
-        # clip_benchmark's exports have fixed member names; the training data's names do not apply.
-        data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
-        return ImageSet(name, manifest, data, benchmark_text)
-    if any(folder.glob("*.tar")):
-        # Try the usual names too, because data.image_key may name a column of a training csv.
-        data = data.model_copy(update={"image_key": f"{data.image_key};jpg;jpeg;png;webp"})
-        return ImageSet(name, load_manifest(folder), data, text)
-    data = data.model_copy(update={"image_key": "image"})
-    return ImageSet(name, ImageFolder(folder), data, "{cls}")
-
-
-def _list_texts(images: ImageSet, setting: str) -> list[str]:
-    """Return the distinct labels or captions of all samples, sorted.
-
-    Raises:
-        ValueError: If no sample has a label or caption.
-    """
-    source = images.source
-    if isinstance(source, CaptionedImages):
-        texts = {text for part in source.texts if isinstance(part, list) for text in part}
+    source: Source
+    if is_table(path):
+        if is_captioned and text == _SHARDS_CAPTION:
+            text = _CSV_CAPTION
+        data = data.model_copy(update={"captions": {text: 1.0}})
+        source = CaptionedImages.read_texts(Table.load(path, data), text, joins=is_captioned)
+        texts = {line for lines in source.texts if isinstance(lines, list) for line in lines}
+        images = ImageSet(name, source, data, "{texts}")
     else:
-        assert isinstance(source, Manifest)
-        texts = {text for text in read_labels(source, images.text) if text}
+        folder = resolve_shards(path)
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        if _is_benchmark(folder):
+            text = "{txt}" if is_captioned else "{cls}"
+            source = index_shards(folder / "test")
+            num_expected = read_text(folder / "test" / "nshards.txt", "file").strip()
+            if num_expected != str(len(source.shards)):
+                raise ValueError(
+                    f"{folder / 'test'} has {len(source.shards)} .tar files, but its nshards.txt "
+                    f"says {num_expected}; download the missing files"
+                )
+        elif any(folder.glob("*.tar")):
+            source = load_manifest(folder)
+        elif is_captioned:
+            raise ValueError(
+                f"{path} contains no .tar shards; captions are read from shards or a csv"
+            )
+        else:
+            source = ImageFolder(folder)
+            return ImageSet(name, source, data, "{cls}"), source.classes
+        texts = {line for line in read_labels(source, text) if line}
+        images = ImageSet(name, source, data, text)
     if not texts:
-        hint = f"check eval.{setting}"
-        if images.text == "{cls}":
-            hint = "sets with several labels per image (.npy members) cannot be evaluated"
-        raise ValueError(f"the template {images.text} gives no text for any sample; {hint}")
-    return sorted(texts)
+        setting = "caption_key" if is_captioned else "label_key"
+        raise ValueError(f"the template {text} gives no text for any sample; check eval.{setting}")
+    return images, sorted(texts)
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
-    """Read the prompts from a text file, one per line, or a JSON list. For `imagenet`, return open_clip's 80 prompts.
+    """Read the prompts from a text file, one per line. For `imagenet`, return open_clip's 80 prompts.
 
     Raises:
         ValueError: If a prompt has no placeholder for the class, or there are no prompts.
@@ -266,9 +233,7 @@ def read_templates(wanted: str) -> tuple[str, ...]:
         from open_clip import OPENAI_IMAGENET_TEMPLATES
 
         return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
-    lines = _read_list(Path(wanted), "template file")
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"{wanted} must contain a list of prompts")
+    lines = _read_lines(read_text(Path(wanted), "template file"))
     for line in lines or [""]:
         if "{c}" not in line and "{}" not in line:
             raise ValueError(
@@ -278,19 +243,8 @@ def read_templates(wanted: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _read_list(path: Path, what: str) -> Any:
-    """Return the content of a JSON file, or the lines of a text file that are not blank.
-
-    Raises:
-        ValueError: If the file cannot be read, or is not valid JSON.
-    """
-    text = read_text(path, what)
-    if path.suffix != ".json":
-        return [line.strip() for line in text.split("\n") if line.strip()]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+def _read_lines(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
@@ -304,13 +258,15 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         ValueError: If the file cannot be read; if a label has no name; or if a file with only names has more names than
             labels, unless all labels are numbers.
     """
-    given = _read_list(path, "class name file")
-    if path.suffix != ".json" and all("\t" in line for line in given):
-        pairs = [line.split("\t", 1) for line in given]
-        given = {label.strip(): name.strip() for label, name in pairs}
-    values = given.values() if isinstance(given, dict) else given
-    if not (isinstance(given, dict | list) and all(isinstance(name, str) for name in values)):
-        raise ValueError(f"{path} must contain class names, or a mapping from label to class name")
+    text = read_text(path, "class name file")
+    given: dict[str, str] | list[str]
+    if path.suffix == ".json":
+        given = TypeAdapter(dict[str, str] | list[str]).validate_json(text)
+    else:
+        given = _read_lines(text)
+        if all("\t" in line for line in given):
+            parts = [line.partition("\t") for line in given]
+            given = {label.strip(): name.strip() for label, _, name in parts}
     if isinstance(given, dict):
         names = given
     else:
@@ -323,23 +279,13 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
             f"{path} must contain one name for each label; class names: {len(given)}, labels: "
             f"{len(labels)}, labels without a name: {', '.join(missing[:3]) or 'none'}"
         )
-    repeated = {name for name, count in Counter(names.values()).items() if count > 1}
-    if repeated:
-        logger.warning(
-            "%s: several classes have the same name: %s", path, ", ".join(sorted(repeated))
-        )
     return names
 
 
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    Some of the wnids may be missing in `labels`. If any label looks neither like a wnid nor like a number, the labels
-    themselves are used as the class names.
-
-    Raises:
-        ValueError: If every label looks like a wnid or a number, but the labels are neither known wnids nor exactly the
-            numbers 0 to 999.
+    Some of the wnids may be missing in `labels`. Other labels are used as the class names themselves.
     """
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
@@ -347,15 +293,10 @@ def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     # timm lists the wnids in the order of the class numbers, as open_clip lists the names.
     wnids = ImageNetInfo().label_names()
     numbers = list(map(str, range(len(wnids))))
-    keys = numbers if "0" in labels else wnids
     if labels == numbers or set(labels) <= set(wnids):
+        keys = numbers if labels == numbers else wnids
         names = dict(zip(keys, IMAGENET_CLASSNAMES, strict=True))
         return {label: names[label] for label in labels}
     span = f"{labels[0]} ... {labels[-1]}"
-    if all(re.fullmatch(rf"\d+|{_WNID}", label) for label in labels):
-        raise ValueError(
-            f"the sub-folders ({span}) are neither wnids of ImageNet-1k nor 0 to 999, so their "
-            f"class names are unknown; give a file with the names: eval.classes.{name}=FILE"
-        )
     logger.warning("eval.labeled.%s: using the sub-folders' names (%s) as class names", name, span)
     return {label: label.replace("_", " ") for label in labels}

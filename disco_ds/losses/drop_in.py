@@ -11,7 +11,6 @@ check_alike and warn_of_unusual, which find mistakes of such loops, also serve c
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.base import Embeddings, Teacher, build_loss, check_tensors
+from disco_ds.losses.base import Embeddings, Teacher, build_loss
 
 NORM_TOLERANCE = 0.02
 """A feature's norm may deviate from 1 by this much without a warning; rounding to bf16 causes up to 0.004."""
@@ -86,12 +85,11 @@ class _DropIn(nn.Module):
             global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
-            ValueError: If the features are not tensors, or have no rows.
+            ValueError: If the features have no rows.
             ValueError: If `rank` or `world_size` differs from the actual value.
             ValueError: With `check`, on every rank: if the ranks pass features of different shapes, different scales,
                 different biases or different numbers of teachers, or if only some ranks pass group_id.
         """
-        check_tensors(image_features=image_features, text_features=text_features)
         device = image_features.device
         scale = torch.as_tensor(logit_scale, device=device).reshape(1)
         if self.is_first_call:
@@ -232,22 +230,14 @@ def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = Non
         worst = (rows.detach().float().norm(dim=-1) - 1).abs().max().item() if len(rows) else 0.0
         if worst > NORM_TOLERANCE:
             unit = False
-            warn(
+            warnings.warn(
                 f"{name} features are not normalized, and the loss depends on their norms: the norm of a row is "
-                f"{worst:.2f} away from 1; normalize them with F.normalize(features, dim=-1)"
+                f"{worst:.2f} away from 1; normalize them with F.normalize(features, dim=-1)",
+                stacklevel=2,
             )
     if unit and scale.item() <= LARGEST_LOG:
-        warn(
+        warnings.warn(
             f"the logit scale is {scale.item():.2f}, which looks like a logarithm; pass "
-            "logit_scale.exp(), which starts at 14.3 in CLIP and 10 in SigLIP"
+            "logit_scale.exp(), which starts at 14.3 in CLIP and 10 in SigLIP",
+            stacklevel=2,
         )
-
-
-def warn(text: str) -> None:
-    """Issue a warning that points to the line of the user's code that called torch or this package."""
-    frame = sys._getframe()
-    level = 1
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(("torch.", "disco_ds.")):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, stacklevel=level)

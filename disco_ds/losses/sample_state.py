@@ -173,11 +173,7 @@ class SampleState:
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Restore the state from the state_dicts of all ranks that saved it, in rank order.
 
-        The number of ranks may have changed since then.
-
-        Raises:
-            ValueError: If a part does not contain the same kinds of values as this state, or was saved for a
-                different number of samples.
+        The number of ranks may have changed since then, but neither the loss nor the data.
         """
         N, n, M = comm.size(self.group), comm.rank(self.group), len(parts)
         # When the state was saved, rank m of M owned the ids m, m + M, m + 2M and so on. Now this rank owns the ids
@@ -186,17 +182,6 @@ class SampleState:
         step = math.gcd(M, N)
         for m in range(n % step, M, step):
             part = parts[m]
-            if part.get("values", {}).keys() != self.values.keys():
-                raise ValueError(
-                    f"the loss needs {', '.join(self.values)} for every sample, but the checkpoint's state of "
-                    f"rank {m} contains other values; resume with the loss that the run started with"
-                )
-            if part["num_samples"] != self.num_samples:
-                raise ValueError(
-                    f"the loss in the checkpoint has the state of {part['num_samples']:,} samples, "
-                    f"but the data now have {self.num_samples:,}; resume with the data that the run "
-                    "started with"
-                )
             ids = torch.arange(m, self.num_samples, M)
             local = ids % N == n
             slots = ids[local] // N

@@ -25,10 +25,10 @@ Rationale:
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -101,17 +101,19 @@ class AnomalyDetector:
         self.skip = skip
         self.max_scale = max_scale
         self.warmup_steps = warmup_steps
-        state = state or {"recent": {"loss": [], "grad_norm": []}, "best": {}, "known": []}
-        self.recent = {name: deque(values, WINDOW) for name, values in state["recent"].items()}
-        self.best: dict[str, float] = dict(state["best"])
-        self.known = set(state["known"])
-        """Names of the anomalies that were present at their last check. `_update` does not report them again, unless
-        `repeat` is set."""
+        empty = {"recent": {"loss": [], "grad_norm": []}, "best": {}, "known": []}
+        self.state: dict[str, Any] = copy.deepcopy(dict(state or empty))
+        """Plain values, which JSON stores exactly.
+
+        recent: The last WINDOW losses and gradient norms.
+        best: The best spread and effective rank so far.
+        known: Names of the anomalies that were present at their last check. `_update` does not report them again,
+            unless `repeat` is set.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, which JSON stores exactly."""
-        recent = {name: list(values) for name, values in self.recent.items()}
-        return {"recent": recent, "best": dict(self.best), "known": sorted(self.known)}
+        """Return a copy of the state."""
+        return copy.deepcopy(self.state)
 
     def check_spike(self, name: str, step: int, value: float) -> bool:
         """Check the loss or gradient norm of one batch.
@@ -127,7 +129,7 @@ class AnomalyDetector:
         Returns:
             True if the batch must be skipped.
         """
-        recent = self.recent[name]
+        recent = self.state["recent"][name]
         message = ""
         if value > find_limit(recent, by_factor=name == "grad_norm"):
             message = (
@@ -136,39 +138,36 @@ class AnomalyDetector:
             )
             if self.skip:
                 message += "; the batch is skipped"
-        recent.append(value)
+        recent[:] = [*recent, value][-WINDOW:]
         self._update(f"{name}_spike", step, value, message, repeat=self.skip)
         return bool(message) and self.skip
 
     @property
     def max_norm(self) -> float | None:
         """The highest gradient norm that is not a spike; None if batches that cause a spike are not skipped."""
-        return find_limit(self.recent["grad_norm"], by_factor=True) if self.skip else None
+        return find_limit(self.state["recent"]["grad_norm"], by_factor=True) if self.skip else None
 
     def check_record(self, record: Mapping[str, Any]) -> None:
         """Check the logit scale and the features in a log record."""
         step, scale = record["step"], record["scale"]
-        if self.max_scale is not None:
-            message = ""
-            if scale >= AT_BOUND * self.max_scale:
-                message = (
-                    f"the logit scale, {scale:.4g}, has reached its bound "
-                    f"model.max_scale ({self.max_scale:g})"
-                )
-            self._update("scale_at_bound", step, scale, message)
+        message = ""
+        if self.max_scale is not None and scale >= AT_BOUND * self.max_scale:
+            message = (
+                f"the logit scale, {scale:.4g}, has reached its bound "
+                f"model.max_scale ({self.max_scale:g})"
+            )
+        self._update("scale_at_bound", step, scale, message)
         if step <= max(self.warmup_steps, WINDOW):
             return
+        best = self.state["best"]
         for side in ("image", "text"):
-            cosine, rank = record[f"{side}_cosine"], record[f"{side}_rank"]
-            message = ""
-            for name, value in ((f"{side}_spread", 1 - cosine), (f"{side}_rank", rank)):
-                self.best[name] = max(value, self.best.get(name, value))
-                if value < COLLAPSED * self.best[name]:
-                    message = (
-                        f"the {side} features collapse: their mean cosine is {cosine:.3f}, their "
-                        f"effective rank {rank:.1f}; {name.replace('_', ' ')} has fallen from "
-                        f"{self.best[name]:.3g} to {value:.3g}"
-                    )
+            rank, message = record[f"{side}_rank"], ""
+            for name, value in (("spread", 1 - record[f"{side}_cosine"]), ("rank", rank)):
+                key = f"{side}_{name}"
+                best[key] = max(value, best.get(key, value))
+                if value < COLLAPSED * best[key]:
+                    fall = f"{name} has fallen from {best[key]:.3g} to {value:.3g}"
+                    message = f"the {side} features collapse: their {fall}"
             self._update(f"{side}_collapse", step, rank, message)
 
     def _update(
@@ -183,15 +182,16 @@ class AnomalyDetector:
             message: The warning to log; an empty string if the anomaly is absent.
             repeat: Whether to report the anomaly at every check at which it is present.
         """
-        if not message:
-            self.known.discard(anomaly)
-            return
-        if anomaly in self.known and not repeat:
-            return
-        self.known.add(anomaly)
-        self.write_values(step, {f"anomaly/{anomaly}": value})
-        if comm.rank() == 0:
-            logger.warning("step %d: %s", step, message)
+        known = self.state["known"]
+        is_new = anomaly not in known
+        if message and is_new:
+            known.append(anomaly)
+        elif not message and not is_new:
+            known.remove(anomaly)
+        if message and (is_new or repeat):
+            self.write_values(step, {f"anomaly/{anomaly}": value})
+            if comm.rank() == 0:
+                logger.warning("step %d: %s", step, message)
 
 
 def find_limit(recent: Sequence[float], by_factor: bool) -> float:
@@ -249,13 +249,11 @@ def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
         `image_cosine`, `image_rank`, `text_cosine` and `text_rank`, 0-d, the same on every rank.
     """
     share = max(SAMPLE // comm.size(), 1)
-    rows = comm.gather(torch.stack([image[:share], text[:share]], 1).float())
-    sides = rows[:SAMPLE].unbind(1)
+    sides = comm.gather(torch.stack([image[:share], text[:share]], 1).float())[:SAMPLE].unbind(1)
     values = {}
     for side, rows in zip(("image", "text"), sides, strict=True):
         n = len(rows)
-        mean = rows.mean(0)
-        values[f"{side}_cosine"] = (n * mean.square().sum() - 1) / max(n - 1, 1)
+        values[f"{side}_cosine"] = (n * rows.mean(0).square().sum() - 1) / max(n - 1, 1)
         values[f"{side}_rank"] = effective_rank(rows)
     return values
 

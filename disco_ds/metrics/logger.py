@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from disco_ds.config import Schedule
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, Phases, compute_metrics
-from disco_ds.runs.run_log import say
+from disco_ds.runs.messages import say
 
 METRICS_FILE = "metrics.jsonl"
 BUFFER_BYTES = 2**20
@@ -33,8 +33,9 @@ class MetricsLogger:
     """Measures the time between log points and writes a record at each log point.
 
     Collective: every rank must create a logger. When a run is resumed at schedule.first_step, the records of later
-    steps are removed. If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
-    space, and the run continues.
+    steps are removed. The run may repeat the evaluation at this step, whose results are then recorded twice. If the
+    disk is full, TensorBoard loses points, records wait in the file's buffer until there is space, and the run
+    continues.
 
     Args:
         folder: The run folder.
@@ -44,7 +45,6 @@ class MetricsLogger:
         peak_samples_per_s: Returns the samples per second that the devices would reach at their peak FLOP/s, given the
             mean number of tokens per text; None if unknown.
         epoch_samples: Samples per epoch; if None, records contain no epoch.
-        num_samples: Samples in the data before data.filter and data.transforms; 0 if neither is set.
     """
 
     def __init__(
@@ -54,21 +54,18 @@ class MetricsLogger:
         schedule: Schedule,
         peak_samples_per_s: Callable[[float | None], float] | None = None,
         epoch_samples: int | None = None,
-        num_samples: int = 0,
     ):
         self.writers = dict(writers)
         self.schedule = schedule
         self.peak_samples_per_s = peak_samples_per_s
         self.epoch_samples = epoch_samples
-        self.num_samples = num_samples
-        self.told_passes = False
         self.phases = Phases()
         self.path = folder / METRICS_FILE
         self.file: BinaryIO | None = None
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                _keep(self.path, lambda record: record["step"] <= schedule.first_step)
+                _forget_after(self.path, schedule.first_step)
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)
         self.start = self.since = time.monotonic()
         self.last_samples = schedule.first_samples
@@ -125,46 +122,28 @@ class MetricsLogger:
         if self.file is not None:
             self._append(record)
             say(self._describe(record))
-            dropped = record["dropped_samples"]
-            if dropped and self.num_samples and not self.told_passes:
-                self.told_passes = True
-                say(self._describe_passes(samples, dropped))
         return record
 
     def write_values(self, step: int, values: dict[str, float]) -> None:
         """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
-            if step == self.schedule.first_step:
-                # A resumed run may repeat the evaluation at its checkpoint, so remove the earlier results.
-                self.close()
-                with self._disk_may_be_full():
-                    _keep(
-                        self.path,
-                        lambda record: record["step"] < step or not record.keys() & values,
-                    )
-                self.file = self.path.open("ab", buffering=BUFFER_BYTES)
             self._append({"step": step, "samples": self.schedule.samples(step), **values})
 
     def close(self) -> None:
         """Write the waiting records and close the file. If the disk is still full, these records are lost."""
         if self.file is not None:
-            with self._disk_may_be_full():
+            with suppress(OSError):
                 self.file.close()
             self.file = None
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self.file is not None
-        with self._disk_may_be_full():
+        try:
             self.file.write(json.dumps(record).encode() + b"\n")
             self.file.flush()
-        self._write_events(record)
-
-    @contextmanager
-    def _disk_may_be_full(self) -> Iterator[None]:
-        try:
-            yield
         except OSError as error:
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
+        self._write_events(record)
 
     def _describe(self, record: dict[str, Any]) -> str:
         """Return the progress line of a record."""
@@ -181,15 +160,6 @@ class MetricsLogger:
         if dropped >= 0.005 * samples:
             words.append(f"{dropped / (dropped + samples):.0%} dropped")
         return "  ".join(filter(None, words))
-
-    def _describe_passes(self, samples: int, dropped: int) -> str:
-        """Return a message: how many passes the run makes over the samples that remain after filtering."""
-        kept = samples / (samples + dropped)
-        passes = self.schedule.num_samples / (kept * self.num_samples)
-        return (
-            f"data.filter, data.uids and data.transforms keep {kept:.1%} of the first {samples + dropped:,} samples: "
-            f"the run makes about {passes:,.1f} passes over the samples that they keep"
-        )
 
     def _write_events(self, record: dict[str, Any]) -> None:
         samples = int(record["samples"])
@@ -224,28 +194,19 @@ def rewind_tensorboard(monitor: Any, samples: int) -> None:
     monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples + 1)
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the records of a metrics.jsonl.
-
-    Returns:
-        The records, and the number of unreadable lines, such as a line that a crash cut off.
-    """
-    records, num_bad = [], 0
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a metrics.jsonl, without unreadable lines, such as a line that a crash cut off."""
+    records = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
+            with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line if line.endswith("\n") else "")
                 records.append(record | {key: int(record[key]) for key in ("step", "samples")})
-            except (ValueError, KeyError, TypeError):
-                num_bad += 1
-    return records, num_bad
+    return records
 
 
-def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove unreadable lines from a metrics.jsonl, and the records for which `wanted` returns False."""
-    if not path.exists():
-        return
-    records, num_bad = read_records(path)
-    kept = [record for record in records if wanted(record)]
-    if len(kept) < len(records) + num_bad:
+def _forget_after(path: Path, step: int) -> None:
+    """Remove the records of later steps and unreadable lines from a metrics.jsonl."""
+    if path.exists():
+        kept = [record for record in read_records(path) if record["step"] <= step]
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

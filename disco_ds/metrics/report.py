@@ -15,17 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from disco_ds.metrics.logger import METRICS_FILE, read_records
 from disco_ds.runs.run_folder import FINISHED
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
@@ -42,7 +38,7 @@ PANELS = {
 """Label of a panel -> patterns of the names of its curves. Panels without curves are left out."""
 NUM_MEANS = 40
 """Number of equal parts into which a long curve is divided. A thick line connects the means of the parts, on top of the
-thin curve. A curve is long if each part has at least two points."""
+thin curve."""
 _MAX_LETTERS = 28
 """Maximum number of characters of a label; longer labels are cut."""
 STYLE: list[Any] = [
@@ -77,9 +73,7 @@ def save_examples(
         examples: (image [H, W, 3], label, predicted labels from best to worst).
     """
     images, labels, best = zip(*examples, strict=True)
-    partial = folder / f"partial-{EXAMPLES}"
-    numpy.savez_compressed(partial, name=name, image=images, label=labels, best=best)
-    partial.replace(folder / EXAMPLES)
+    numpy.savez_compressed(folder / EXAMPLES, name=name, image=images, label=labels, best=best)
 
 
 def write_report(folder: Path) -> Path:
@@ -96,9 +90,7 @@ def write_report(folder: Path) -> Path:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no {METRICS_FILE}")
-    records, num_bad = read_records(path)
-    if num_bad:
-        logger.warning("%s: unreadable lines skipped: %d", path, num_bad)
+    records = read_records(path)
     examples: dict[str, Any] = {}
     if (folder / EXAMPLES).exists():
         with numpy.load(folder / EXAMPLES) as saved:
@@ -113,86 +105,71 @@ def write_report(folder: Path) -> Path:
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = draw_report(read_curves(records), examples)
         figure.suptitle(title)
-        partial = folder / f"partial-{REPORT}"
-        figure.savefig(partial)
-    partial.replace(folder / REPORT)
+        figure.savefig(folder / REPORT)
     return folder / REPORT
 
 
 def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
-    """Return the numeric values in the records as curves over the number of samples seen."""
+    """Return the finite numbers in the records as curves over the number of samples seen."""
     curves: Curves = defaultdict(list)
     for record in records:
         for name, value in record.items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and math.isfinite(value):
                 curves[name].append((record["samples"], value))
     return curves
 
 
-def draw_report(curves: Curves, examples: dict[str, Any]) -> Figure:
-    """Draw the panels of PANELS that have curves, and the examples."""
+def draw_report(curves: Curves, examples: dict[str, Any]) -> Any:
+    """Return a matplotlib Figure with the panels of PANELS that have curves, and the examples."""
     from matplotlib.figure import Figure
 
-    panels = {label: list_curves(curves, patterns) for label, patterns in PANELS.items()}
+    panels = {
+        label: [name for pattern in patterns for name in curves if fnmatchcase(name, pattern)]
+        for label, patterns in PANELS.items()
+    }
     panels = {label: names for label, names in panels.items() if names}
     panel_rows = math.ceil(len(panels) / 3) or 1
-    image_rows = math.ceil(len(examples["label"]) / 6) if examples else 0
+    image_rows = math.ceil(len(examples.get("label", ())) / 6)
     heights = [3.5] * panel_rows + [1.7] * image_rows
     figure = Figure((14, sum(heights)), dpi=110, layout="constrained")
     grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
     for number, (label, names) in enumerate(panels.items()):
         row, column = divmod(number, 3)
         axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
-        for name in names:
-            draw_curve(axes, curves, name)
-        finish_axes(axes, label, len(names))
-    if examples:
-        columns = examples["image"], examples["label"], examples["best"]
-        for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
-            draw_example(figure.add_subplot(grid[number // 6, number % 6]), *example)
+        draw_panel(axes, label, curves, names)
+    columns = [examples.get(name, ()) for name in ("image", "label", "best")]
+    for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
+        draw_example(figure.add_subplot(grid[number // 6, number % 6]), *example)
     return figure
 
 
-def list_curves(curves: Curves, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the curves that match one of the patterns, in the order of the patterns."""
-    return [name for pattern in patterns for name in curves if fnmatchcase(name, pattern)]
-
-
-def draw_curve(axes: Axes, curves: Curves, name: str) -> None:
-    """Draw a curve. If it has many points, draw it thin, with a thick line through the means of its parts.
+def draw_panel(axes: Any, label: str, curves: Curves, names: Sequence[str]) -> None:
+    """Draw each curve thin, with a thick line through the means of its parts, and a legend if there are several.
 
     A dashed line marks the chance level of an evaluation set.
     """
-    points = numpy.array(curves[name], dtype=numpy.float64)
-    points = points[numpy.isfinite(points).all(axis=-1)]
-    if not len(points):
-        return
-    label = name.removeprefix("eval/")
-    if len(points) < 2 * NUM_MEANS:
-        (line,) = axes.plot(*points.T, marker=".", label=label)
-    else:
-        (line,) = axes.plot(*points.T, linewidth=0.6, alpha=0.35)
-        means = [part.mean(axis=0) for part in numpy.array_split(points, NUM_MEANS)]
-        axes.plot(*zip(*means, strict=True), color=line.get_color(), linewidth=1.8, label=label)
-    for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
-        if name.endswith("_top1"):
-            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1)
-
-
-def finish_axes(axes: Axes, label: str, num_curves: int) -> None:
-    """Set the axis labels, and a legend above the axes if there are several curves."""
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
+    for name in names:
+        points = numpy.array(curves[name])
+        (line,) = axes.plot(*points.T, linewidth=0.6, alpha=0.35)
+        parts = numpy.array_split(points, min(NUM_MEANS, len(points)))
+        means = numpy.array([part.mean(axis=0) for part in parts])
+        color = line.get_color()
+        axes.plot(*means.T, ".-", color=color, linewidth=1.8, label=name.removeprefix("eval/"))
+        if name.endswith("_top1"):
+            for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
+                axes.axhline(chance, color=color, linestyle="--", linewidth=1)
     axes.set(xlabel="samples seen", ylabel=label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if label.startswith(("accuracy", "R@1")):
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-    if num_curves > 1:
+    if len(names) > 1:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
 
 
-def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
+def draw_example(axes: Any, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
     """Draw an image with its label above it and the nearest labels below it, each marked as right or wrong."""
     axes.imshow(image, interpolation="nearest")
     guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in best]

@@ -1,9 +1,7 @@
 """The table of logged metrics (name, source, reduction over ranks, display), and time and memory of a step's phases.
 
-docs/logging.md shows how to add a metric. The phases are measured on logged steps only. Their measurements are the
-columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a CPU, the times come from the
-clock. On a GPU, they come from CUDA events, which are read when the step is logged, because logging waits for the GPU
-anyway.
+docs/logging.md shows how to add a metric. The phases are measured on logged steps only, which wait for the GPU after
+each phase. Their measurements are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank.
 """
 
 from __future__ import annotations
@@ -182,11 +180,11 @@ class Phases:
     def __init__(self) -> None:
         self.peak_bytes = 0
         """Highest memory use of the accelerator so far, or of this process if there is no accelerator."""
-        self._spans: list[tuple[str, Any, Any, int]] = []
+        self._measured: dict[str, float] = {}
 
     def timer(self, sampled: bool) -> Timer:
         """Return the context manager that wraps each phase of the next step. It measures time only if `sampled`."""
-        self._spans.clear()
+        self._measured.clear()
         return self._measure if sampled else record_function
 
     def update_peak(self) -> int:
@@ -210,7 +208,10 @@ class Phases:
         start = _now()
         with record_function(name):
             yield
-        self._spans.append((PHASES[name], start, _now(), self.update_peak()))
+        self._measured[f"time/{PHASES[name]}_s"] = _now() - start
+        peak = self.update_peak()
+        if not _on_cpu():
+            self._measured[f"memory/{PHASES[name]}_bytes"] = peak
 
     def read(self, wait_s: float) -> dict[str, float]:
         """Return the measurements of this step; an empty dict if the step was not sampled. Collective.
@@ -225,21 +226,15 @@ class Phases:
             ranks/slowest_s: Seconds of the forward phase on that rank.
             ranks/median_s: Seconds of the forward phase, median over ranks.
         """
-        if not self._spans:
+        if not self._measured:
             return {}
-        mine = {"time/data_wait_s": wait_s}
-        for name, start, end, peak in self._spans:
-            if _on_cpu():
-                mine[f"time/{name}_s"] = end - start
-            else:
-                mine[f"time/{name}_s"] = start.elapsed_time(end) / 1000
-                mine[f"memory/{name}_bytes"] = peak
-        mine["memory/host_bytes"] = psutil.Process().memory_info().rss
+        local = {"time/data_wait_s": wait_s, **self._measured}
+        local["memory/host_bytes"] = psutil.Process().memory_info().rss
         if not _on_cpu():
-            mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
-        ranks = comm.gather_objects(mine)
+            local["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
+        ranks = comm.gather_objects(local)
         values = {}
-        for name in mine:
+        for name in local:
             reduce = fmean if name.startswith("time/") else max
             values[name] = reduce([rank[name] for rank in ranks])
         # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so the
@@ -255,10 +250,7 @@ def _on_cpu() -> bool:
     return get_accelerator().device_name() == "cpu"
 
 
-def _now() -> Any:
-    """Return the time. On a CPU, it is a number of seconds. On a GPU, it is an event recorded in the current stream."""
-    if _on_cpu():
-        return time.perf_counter()
-    event = get_accelerator().Event(enable_timing=True)
-    event.record()
-    return event
+def _now() -> float:
+    """Wait for the accelerator, and return the time in seconds."""
+    get_accelerator().synchronize()
+    return time.perf_counter()

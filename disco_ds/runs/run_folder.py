@@ -42,19 +42,14 @@ def make_run_folder(runs: Path, name: str) -> Path:
     """Make a new folder: runs/name or, if that exists, runs/name-2, runs/name-3, ... Existing folders are not touched.
 
     Raises:
-        ValueError: If the folder cannot be made.
+        OSError: If the folder cannot be made.
     """
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = runs / (name if number == 1 else f"{name}-{number}")
-            with suppress(FileExistsError):
-                path.mkdir()
-                break
-    except OSError as error:
-        raise ValueError(
-            f"runs: no folder can be made in {runs}: {error.strerror}; set runs=FOLDER"
-        ) from None
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            break
     return path
 
 
@@ -112,30 +107,26 @@ def find_newest(runs: Path, name: str) -> Path | None:
 
     Only folders whose config.yaml contains this name are considered: the folder a-2 may belong to the second run named
     a, or to the first run named a-2.
+
+    Raises:
+        ValueError: If a config.yaml cannot be read.
     """
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
-    found = []
+    folders: list[tuple[int, Path]] = []
     for config in runs.glob(f"*/{CONFIG}"):
         if match := numbered.fullmatch(config.parent.name):
-            try:
-                tree = parse(read_text(config, "settings"), str(config))
-                if tree["name"] == name:
-                    found.append((int(match.group(1) or 1), config.parent))
-            except (ValueError, TypeError, KeyError) as error:
-                logger.warning(
-                    "%s cannot be resumed, because its %s is damaged: %s",
-                    config.parent,
-                    CONFIG,
-                    error,
-                )
-    folders = [folder for _, folder in sorted(found, reverse=True)]
-    for position, folder in enumerate(folders):
+            tree = parse(read_text(config, "settings"), str(config))
+            if isinstance(tree, dict) and tree.get("name") == name:
+                folders.append((int(match.group(1) or 1), config.parent))
+    unfinished = list[str]()
+    for _, folder in sorted(folders, reverse=True):
         checkpoints = (path.parent for path in folder.glob(f"{CHECKPOINTS}/*/{META}"))
         if (folder / FINISHED).exists() or any(STEP.fullmatch(path.name) for path in checkpoints):
-            if position:
-                skipped = ", ".join(map(str, folders[:position]))
+            if unfinished:
+                skipped = ", ".join(unfinished)
                 logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
             return folder
+        unfinished.append(str(folder))
     return None
 
 
@@ -180,7 +171,8 @@ def lock_folder(path: Path) -> IO[str]:
     """Lock a run folder, so that no other run writes to it. Closing the returned file releases the lock.
 
     Raises:
-        ValueError: If another run is using the folder, or the file system does not support file locking.
+        ValueError: If another run is using the folder.
+        OSError: If the file system does not support file locking.
     """
     # Open in append mode, which keeps the content. If another process holds the lock, the message below quotes it.
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (stays open during the run)
@@ -192,11 +184,6 @@ def lock_folder(path: Path) -> IO[str]:
         handle.close()
         raise ValueError(
             f"run folder {path} is in use by {owner}; wait until that run ends, or choose another name"
-        ) from None
-    except OSError as error:
-        handle.close()
-        raise ValueError(
-            f"run folder {path} cannot be locked: {error}; use a file system that supports file locking"
         ) from None
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {socket.gethostname()}")

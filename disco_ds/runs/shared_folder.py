@@ -14,6 +14,7 @@ from typing import Any
 from disco_ds.config import Config, render_ds_config
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
+from disco_ds.runs.messages import write_log
 from disco_ds.runs.run_folder import (
     CONFIG,
     FINISHED,
@@ -21,7 +22,6 @@ from disco_ds.runs.run_folder import (
     lock_folder,
     make_run_folder,
 )
-from disco_ds.runs.run_log import write_log
 
 
 class FinishedError(ValueError):

@@ -61,7 +61,7 @@ from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels.similarity import find_problem as find_kernel_problem
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
-from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
+from disco_ds.metrics.tracking import WandbRun, open_wandb
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -230,8 +230,7 @@ def build(
             before = recipe.at_sample(schedule.first_samples - 1)
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
     writers = find_writers(engine, wandb)
-    num_samples = loader.num_samples if config.data.is_filtered else 0
-    metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples, num_samples)
+    metrics = MetricsLogger(folder, writers, schedule, peak_pace, loader.epoch_samples)
     stack.callback(metrics.close)
     # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
     earlier = None
@@ -291,16 +290,15 @@ def build(
 
 
 def check_settings(config: Config) -> None:
-    """Check the settings of every stage and the packages that they need, before anything is loaded. Collective.
+    """Check the settings of every stage before anything is loaded. Collective.
 
     Raises:
-        ValueError: On every rank, if there is a mistake in the settings or a package is missing.
+        ValueError: On every rank, if there is a mistake in the settings.
     """
     for each in config.stage_configs:
         # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
         # of the run folder, which does not exist yet.
         render_ds_config(each, comm.size())
-    comm.from_rank_0("log", partial(check_packages, config))
     if config.optim.factory:
         with comm.all_or_none("optimizer"):
             load_custom(config.optim.factory)

@@ -6,6 +6,7 @@ uses the same algorithm through step.py.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
-from disco_ds.losses.drop_in import check_alike, warn, warn_of_unusual
+from disco_ds.losses.drop_in import check_alike, warn_of_unusual
 from disco_ds.training.engine import NOT_FINITE, backward_and_step
 from disco_ds.training.grad_accum import (
     Features,
@@ -197,10 +198,11 @@ def warn_of_unaveraged(model: Any) -> None:
     """On rank 0, warn if neither DeepSpeed nor DDP nor FSDP2 averages the gradients of the model over ranks."""
     averages = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
     if not averages and comm.size() > 1 and comm.rank() == 0:
-        warn(
+        warnings.warn(
             "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
             "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
-            "on submodules first, then on the whole model)"
+            "on submodules first, then on the whole model)",
+            stacklevel=2,
         )
 
 

@@ -22,8 +22,8 @@ from disco_ds.eval import Result, describe, evaluate_sets, record
 from disco_ds.metrics.anomalies import features_spread
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.step_metrics import LogPoint
+from disco_ds.runs.messages import say
 from disco_ds.runs.run_folder import mark_finished
-from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
 from disco_ds.training.optimizer import averaged, has_average
 from disco_ds.training.step import Skipped, StepOutput, Stopped, run_step
@@ -185,7 +185,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def publish(run: Run, step: int, results: list[Result]) -> None:
-    """Write the results to the log and to W&B, and keep examples for report.png. Rank 0 only."""
+    """Write the results to the log, and keep examples for report.png. Rank 0 only."""
     samples, epoch_samples = run.schedule.samples(step), run.loader.epoch_samples
     epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
     say(f"step {step:,}{epoch}:\n{describe(results)}")
@@ -193,9 +193,6 @@ def publish(run: Run, step: int, results: list[Result]) -> None:
     if classified:
         with log_errors("images for report.png were not saved"):
             save_examples(run.folder, classified[0].name, classified[0].examples)
-        if run.wandb:
-            examples = [example for result in classified for example in result.examples]
-            run.wandb.write_examples(samples, examples)
 
 
 def finish(run: Run) -> None:

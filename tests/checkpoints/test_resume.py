@@ -24,8 +24,8 @@ from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.shards import write_manifest
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
+from disco_ds.runs.messages import LOG
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, META, mark_finished
-from disco_ds.runs.run_log import LOG
 from disco_ds.training.build import build
 from disco_ds.training.loop import is_due, train
 from helpers.checkpoints import describe, flip, plant, write_checkpoint

@@ -188,45 +188,17 @@ def test_wrong_command_exits_with_2(
     assert said in capsys.readouterr().err
 
 
-COMPLETE = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-
-
 @pytest.mark.parametrize("command", ["train", "eval", "doctor"])
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"RANK": "0"}, "RANK is set but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; "),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but must be a number; "),
-        (COMPLETE | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but must be a number; "),
-        (COMPLETE | {"RANK": "-1"}, "RANK is '-1', but must be a number; "),
-        (COMPLETE | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x', but must be a number; "),
-        (
-            COMPLETE | {"MASTER_PORT": "65536"},
-            "MASTER_PORT is 65536, but must be from 1 to 65535; ",
-        ),
-        (COMPLETE | {"RANK": "5"}, "RANK is 5, but must be below WORLD_SIZE, which is 2; "),
-        (COMPLETE | {"LOCAL_RANK": ""}, "LOCAL_RANK is '', but must be a number; "),
-    ],
-)
-def test_wrong_variables_of_a_launcher_are_one_line(
-    command: str,
-    variables: dict[str, str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_missing_variables_of_a_launcher_are_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
     arguments = ["--config", "quickstart"] if command != "eval" else ["missing"]
     assert main([command, *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}")
+    assert error.startswith(
+        "error: RANK is set but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; "
+    )
     assert error.count("\n") == 1
 
 

@@ -26,7 +26,6 @@ def test_stacks_name_every_thread(tmp_path):
 
 def write_stacks(folder: Path) -> None:
     heartbeat.write_diagnostics(folder, 3)
-    heartbeat.cancel_end()
 
 
 def test_folder_that_cannot_be_written_is_no_reason_to_stay(tmp_path):

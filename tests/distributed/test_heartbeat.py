@@ -8,8 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,8 @@ import pytest
 import torch
 
 from disco_ds.distributed import comm
-from disco_ds.distributed.heartbeat import (
-    HURRY_S,
-    WATCHED,
-    Heartbeat,
-)
-from helpers.dist import free_port, run_ranks, start_server
+from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat
+from helpers.dist import free_port, start_server
 from helpers.machine import many_open_files
 from helpers.waiting import sleep_for_ever, wait_for
 
@@ -160,17 +155,17 @@ def check_hung(group: Ranks) -> None:
 
 
 def check_interrupted(group: Ranks) -> None:
-    """Check Ctrl-C before the run has installed its signal handler, while some ranks wait in a collective."""
-    for number, process in enumerate(group.processes):
+    """Check Ctrl-C before the run has installed its signal handler, while some ranks may wait in a collective."""
+    for process in group.processes:
         process.join(10)
-        assert (process.exitcode, group.log(number)) == (130, "" if number else "interrupted\n")
+        assert process.exitcode == 1
+    assert "KeyboardInterrupt" in group.log(FAULTY)
 
 
 def check_all_hung(group: Ranks) -> None:
     for number in range(SIZE):
         said = group.said(number)
-        assert "no rank has made progress for 3 s: rank " in said
-        assert "(last step 10, reading data) waits, and no rank is behind it" in said
+        assert "no rank has made progress for 3 s: all ranks wait at step 10, reading data" in said
         assert "misbehave" in group.stacks(number)
 
 
@@ -228,19 +223,6 @@ def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Pa
             group.end()
 
 
-def test_every_set_of_lost_ranks_has_a_rank_that_watches_one() -> None:
-    for size in (2, 3, 5, 8):
-        watched = {
-            rank: {(rank + i) % size for i in range(1, min(WATCHED + 1, size))}
-            for rank in range(size)
-        }
-        assert all(rank not in others for rank, others in watched.items())
-        for lost in (
-            set(ranks) for count in range(1, size) for ranks in combinations(range(size), count)
-        ):
-            assert any(watched[rank] & lost for rank in set(range(size)) - lost)
-
-
 def test_ranks_are_joined_in_words() -> None:
     assert [comm.join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == [
         "rank 3",
@@ -278,25 +260,3 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
         assert [process.exitcode for process in group.processes] == [0] * SIZE
     finally:
         group.end()
-
-
-def count_comparisons(timeout_s: float) -> int:
-    """Count how often a rank reads all heartbeats in a phase that may exceed timeout_s and lasts 1.4 x timeout_s."""
-    count = 0
-    with Heartbeat(1.0, timeout_s) as heart:
-        read = heart._read
-
-        def counted(ranks: Sequence[int]) -> str:
-            nonlocal count
-            count += len(ranks) == comm.size()
-            return read(ranks)
-
-        heart._read = counted  # type: ignore[method-assign]
-        heart.mark(1, "evaluating")
-        time.sleep(1.4 * timeout_s)
-    return count
-
-
-def test_heartbeats_of_all_ranks_are_read_rarely_in_a_long_phase() -> None:
-    """If ranks did not limit this, every rank of a large job would ask for all heartbeats every two seconds."""
-    assert all(1 <= count <= 6 for count in run_ranks(count_comparisons, 2, 4.0))

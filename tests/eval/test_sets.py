@@ -91,9 +91,7 @@ def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Pa
     captioned = write_benchmark(tmp_path / "captioned", CAPTIONS)
     (found,) = load_sets(EvalSettings(retrieval={"c": str(captioned)}), DATA)
     assert (type(found), found.source.num_samples, found.text) == (RetrievalSet, 11, "{txt}")
-    refused(
-        captioned, "eval.labeled.x: the template {cls} gives no text", "several labels per image"
-    )
+    refused(captioned, "eval.labeled.x: the template {cls} gives no text", "eval.label_key")
     (tmp_path / "labeled" / "classnames.txt").write_text("red\ngreen\n")
     refused(tmp_path / "labeled", "class names: 2", "labels: 3", "without a name: 2")
     (tmp_path / "labeled" / "classnames.txt").unlink()
@@ -135,10 +133,9 @@ def test_class_file_gives_words_to_labels(
         ("a.txt", "one\ntwo\n", "class names: 2, labels: 3"),
         ("a.txt", "one\ntwo\nthree\nfour\n", "class names: 4, labels: 3"),
         ("a.json", '{"n2": "two"}', "n10, n3"),
-        ("a.json", "{", "not valid JSON"),
-        ("a.json", '{"n10": ["n10", "ten"]}', "must contain class names"),
-        ("a.json", "3", "must contain class names"),
-        ("a.json", '"abc"', "must contain class names"),
+        ("a.json", "{", "Invalid JSON"),
+        ("a.json", '{"n10": ["n10", "ten"]}', "valid string"),
+        ("a.json", '"abc"', "2 validation errors"),
     ],
 )
 def test_class_file_that_does_not_fit_is_refused(
@@ -167,9 +164,6 @@ def test_template_file_needs_a_place_for_the_class(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ValueError, match="neither"):
         read_templates(str(path))
-    path = tmp_path / "templates.json"
-    path.write_text('["a {}.", "{c}, drawn"]')
-    assert read_templates(str(path)) == ("a {}.", "{c}, drawn")
 
 
 def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
@@ -177,8 +171,7 @@ def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "no sub-folder with an image", "sub-folder per class")
     (tmp_path / "empty" / "n01440764").mkdir(parents=True)
     refused(tmp_path / "empty", "no sub-folder with an image")
-    refused(make_folder(tmp_path / "few", ["0", "1"]), "neither wnids", "eval.classes.x=FILE")
-    refused(make_folder(tmp_path / "wnids", ["n01440764", "n99999999"]), "neither wnids")
+    make_folder(tmp_path / "few", ["0", "1"])
     refused(
         tmp_path / "few",
         "eval.templates.y: no labeled set has this name; eval.labeled contains x",

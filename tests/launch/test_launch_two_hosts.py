@@ -14,8 +14,8 @@ import pytest
 from disco_ds.cli.options import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
+from disco_ds.runs.messages import LOG
 from disco_ds.runs.run_folder import CONFIG
-from disco_ds.runs.run_log import LOG
 from helpers.cluster import cluster_launch, of_the_run, tool, words
 from helpers.dist import run_ranks
 from helpers.launched import (

@@ -6,7 +6,6 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -293,17 +292,6 @@ def test_unknown_option_names_the_known_ones():
         build_loss("disco", tile=64)
 
 
-def test_loss_that_is_called_as_open_clips_says_what_it_takes():
-    features, scale = torch.eye(4, 8), torch.ones(1)
-    with pytest.raises(
-        TypeError,
-        match=r"takes one Embeddings.*, got Tensor, Tensor, Tensor; ClipLoss and SigLipLoss",
-    ):
-        build_loss("disco")(features, features, scale)
-    with pytest.raises(TypeError, match=r"takes one Embeddings.*, got dict"):
-        build_loss("disco")({"image": features})
-
-
 def test_duplicate_registration_is_refused():
     with pytest.raises(ValueError, match="registered twice"):
         register_loss("clip")(type("Other", (Loss,), {}))
@@ -315,9 +303,6 @@ def test_duplicate_registration_is_refused():
         ({"text": torch.ones(3, 5)}, "of the same shape"),
         ({"text": torch.ones(4, 5, dtype=torch.float64)}, "floating dtype"),
         ({"scale": torch.tensor(1.0)}, r"scale must have shape \[1\]"),
-        ({"scale": 14.3}, r"scale must be a tensor, got a builtins\.float"),
-        ({"bias": 0.0}, r"bias must be a tensor, got a builtins\.float"),
-        ({"image": np.ones((4, 5))}, r"image must be a tensor, got a numpy\.ndarray"),
         ({"image": torch.ones(0, 5), "text": torch.ones(0, 5)}, "image and text have no rows"),
         ({"index": torch.zeros(3, dtype=torch.int64)}, "index must be"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import os
 import re
@@ -11,18 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import yaml
 
-from disco_ds.checks.recipe import check_start
-from disco_ds.checks.report import examine
-from disco_ds.cli.main import main
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.distributed.comm import AgreedError, RefusedError
-from disco_ds.metrics.report import EXAMPLES
-from disco_ds.metrics.tracking import WANDB_ID, check_packages
+from disco_ds.distributed.comm import AgreedError
+from disco_ds.metrics.tracking import WANDB_ID
 from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.dist import run_ranks
@@ -42,14 +36,12 @@ def note(kind, **values):
 
 
 class errors:
-    class UsageError(Exception): pass
-    class CommError(Exception): pass
-    class AuthenticationError(CommError): pass
+    class Error(Exception): pass
 
 
 class Image:
-    def __init__(self, data, caption=None):
-        self.image, self.caption = data if isinstance(data, str) else list(data.shape), caption
+    def __init__(self, data):
+        self.image = data
 
 
 class Run:
@@ -71,10 +63,8 @@ class Run:
 def init(**given):
     note("init", **given)
     problem = os.environ.get("STAND_IN")
-    if problem == "no key":
-        raise errors.UsageError("No API key configured")
-    if problem == "no network" and given["mode"] != "offline":
-        raise errors.CommError("no such host")
+    if problem == "no network" and given.get("mode") != "offline":
+        raise errors.Error("no such host")
     return Run(given["id"] or "id-of-wandb")
 
 
@@ -95,44 +85,12 @@ def wandb_recipe(folder: Path, **changes: Any) -> Path:
 
 def refused_everywhere(path: Path) -> None:
     sys.modules["wandb"] = None  # type: ignore[assignment]  # as if it were not installed
-    said = refused(load_config(path))
-    expect(said, "log.wandb needs the package wandb", "pip install wandb")
-    assert not (path.parent / "runs").exists()
+    expect(refused(load_config(path)), "log.wandb (rank 0): ", "wandb")
+    assert not list((path.parent / "runs").iterdir())
 
 
-def test_missing_package_is_refused_by_a_start_and_a_warning_of_dry_run_and_doctor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(refused_everywhere, 2, wandb_recipe(tmp_path))
-    config = load_config(wandb_recipe(tmp_path))
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    # A dry run and the doctor only warn, because the run may take place on another machine.
-    lines = examine("recipe", lambda: check_start(config, 1))
-    (line,) = [line for line in lines if line.status != "ok"]
-    assert line.status == "warn"
-    assert "log.wandb needs the package wandb" in line.found
-    assert main(["train", "--config", str(wandb_recipe(tmp_path)), "--dry-run"]) == 0
-    assert "warning: log.wandb needs the package wandb" in capsys.readouterr().err
-
-
-def test_package_of_comet_is_looked_for_where_its_monitor_is_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "comet_ml", None)
-    check_packages(settings(deepspeed={"comet": {"enabled": False}}))
-    with pytest.raises(ValueError, match=r"deepspeed\.comet needs the package comet_ml"):
-        check_packages(settings(deepspeed={"comet": {"enabled": True}}))
-
-
-def test_folder_that_wandb_leaves_is_not_taken_for_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    importlib.invalidate_caches()
-    with pytest.raises(ValueError, match="not installed"):
-        check_packages(settings(log={"wandb": {"project": "clip"}}))
 
 
 def use_stand_in(folder: Path) -> None:
@@ -199,21 +157,10 @@ def look_at_new_run(path: Path, run: Path) -> None:
     assert head == ["step", "loss"]
     assert [(int(samples), float(loss)) for samples, loss in rows] == losses
     assert len(losses) == 2
-    ((samples, examples),) = logged("eval/examples")
-    assert samples == 32
-    with numpy.load(run / EXAMPLES) as shown:
-        named = zip(shown["label"], shown["best"], strict=True)
-        assert [each["caption"] for each in examples] == [
-            f"{label}; nearest: {', '.join(best)}" for label, best in named
-        ]
-        assert [each["image"] for each in examples] == [
-            list(image.shape) for image in shown["image"]
-        ]
-    assert len(examples) > 10
-    assert logged("report") == [(32, {"image": str(run / "report.png"), "caption": None})]
+    assert logged("report") == [(32, {"image": str(run / "report.png")})]
 
 
-def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its_run(
+def test_wandb_gets_settings_points_and_report_and_a_resume_goes_on_in_its_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
@@ -228,21 +175,16 @@ def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its
 
 def troubles(path: Path, folder: Path) -> None:
     use_stand_in(folder)
-    run = train(path, problem="no network")
+    train(path, problem="no network")
     assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == [
         "init",
         "teardown",
         "init",
     ]
-    assert [call["mode"] for call in called("init")] == [None, "offline"]
+    assert [call.get("mode") for call in called("init")] == [None, "offline"]
     assert len(logged("train/loss")) == 2
 
     train(path, problem="dies")
-
-    before = set(run.parent.iterdir())
-    with pytest.raises(RefusedError, match=r"No API key configured; or set WANDB_MODE=offline"):
-        train(path, problem="no key")
-    assert set(run.parent.iterdir()) == before
 
     with pytest.raises(AgreedError):
         train(path, "optim.lr=1e20", "steps=20")
@@ -250,9 +192,7 @@ def troubles(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is_shown(
-    tmp_path: Path,
-) -> None:
+def test_no_run_fails_for_wandb_and_a_failed_run_is_shown(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
     run_ranks(troubles, 1, wandb_recipe(tmp_path), tmp_path, joined=False)
 
@@ -286,7 +226,6 @@ def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
         )
         media = session / "files" / "media"
         assert len(list((media / "images").glob("report_*.png"))) == 1
-        assert len(list((media / "images" / "eval").glob("examples_*.png"))) > 10
 
 
 def test_blocks_of_the_manual_are_settings() -> None:

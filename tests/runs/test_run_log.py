@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.runs.run_log import LOG, log_only, say, write_log
+from disco_ds.runs.messages import LOG, log_only, say, write_log
 from helpers.own_code import disco_ds
 from helpers.tiny_run import recipe
 

@@ -23,7 +23,7 @@ from disco_ds.distributed.comm import AgreedError, AskedToStopError, RefusedErro
 from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import run_training
-from disco_ds.runs.run_log import LOG
+from disco_ds.runs.messages import LOG
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
 from helpers.stage_optimizers import KILLED_AT
