@@ -14,12 +14,12 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from PIL import Image
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
 from disco_ds.data.embed import IMAGE, TEXT
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.load import load_sources
 from disco_ds.data.sources.shards import load_manifest, read_manifest
 from disco_ds.data.stored import find_view_key
 from disco_ds.training.build import build
