@@ -88,6 +88,7 @@ def embed(options: Embed) -> int:
         DataError: If too many samples are broken.
         OSError: If a shard cannot be read or written.
     """
+    from disco_ds.checks.samples import NUM_SHOWN, draw_pairs
     from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, read_scores
     from disco_ds.eval.model import in_precision, load_model, read_input_spec
     from disco_ds.models.pretrained import hash_weights
@@ -111,11 +112,14 @@ def embed(options: Embed) -> int:
         )
     if options.score and complete:
         scores = read_scores(options.to)
-        quantiles = {p: scores[p * len(scores) // 100] for p in (10, 30, 50, 70, 90)}
+        quantiles = {p: scores[p * len(scores) // 100][0] for p in (10, 30, 50, 70, 90)}
         below = ", ".join(f"{p}% are below {score:.2f}" for p, score in quantiles.items())
         print(f"{SCORE} of {len(scores):,} samples: {below}\ntrain on data.shards={options.to} and")
         for p in (30, 50, 70):
             print(f"the best {100 - p}%: data.filter='{{{SCORE}: {{min: {quantiles[p]}}}}}'")
+            start = max(p * len(scores) // 100 - NUM_SHOWN // 2, 0)
+            around = embedder.read_pairs(options.to, scores[start : start + NUM_SHOWN])
+            draw_pairs(around, options.to / f"best_{100 - p}.png")
     return 0
 
 

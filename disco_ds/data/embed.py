@@ -131,6 +131,20 @@ class Embedder:
             write_manifest(index_shards(folder))
         return completes
 
+    def read_pairs(
+        self, folder: Path, scores: Iterable[tuple[float, int, int]]
+    ) -> Iterator[tuple[Tensor, str, str]]:
+        """Yield the resized image, the first caption and the similarity of some of the scored samples."""
+        settings = self.settings
+        # The filter chose what was scored. It may name a similarity that has been replaced since.
+        selection = Selection.load(settings.model_copy(update={"uids": None, "filter": {}}))
+        with closing(load_manifest(folder).open()) as reader:
+            for similarity, shard, entry in scores:
+                members = selection.read(reader, shard, entry)
+                image = decode_image(find_image(members, settings.image_key), settings.max_pixels)
+                caption = list_captions(settings.captions, members)[0]
+                yield resize_for_evaluation(image, self.spec.image), caption, f"{similarity:.4f}"
+
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
 
@@ -280,8 +294,12 @@ def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> N
     partial.replace(path)
 
 
-def read_scores(folder: Path) -> np.ndarray:
-    """Read the similarities that are stored in the shards of a folder; return them in ascending order, [n] fp64."""
+def read_scores(folder: Path) -> list[tuple[float, int, int]]:
+    """Read the similarities that are stored in the shards of a folder.
+
+    Returns:
+        (similarity, shard, entry) of each sample, in ascending order.
+    """
     manifest = load_manifest(folder)
     scores = []
     with closing(manifest.open()) as reader:
@@ -289,8 +307,8 @@ def read_scores(folder: Path) -> np.ndarray:
             for entry in range(size):
                 members = reader.read(shard, entry, ("json", SCORE))
                 fields = json.loads(members["json"]) if "json" in members else members
-                scores.append(float(fields[SCORE]))
-    return np.sort(scores)
+                scores.append((float(fields[SCORE]), shard, entry))
+    return sorted(scores)
 
 
 def _pack(rows: Tensor) -> bytes:

@@ -29,7 +29,7 @@ _MAX_TEXT = 500
 """Maximum length of an error message in a report. The message may quote arbitrary content of the sample."""
 _MAX_NAME = 200
 """Maximum length of a sample's name in a report."""
-_NUM_NAMED = 5
+NUM_NAMED = 5
 """Maximum number of broken samples or damaged shards that an error message lists."""
 _MAX_PAUSE_S = 8.0
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN}
@@ -127,7 +127,7 @@ def refuse_broken(
         trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
         raise DataError(
             f"{len(broken)} of {num_read} {what}; the limit is {spare} plus the fraction data.max_broken="
-            f"{max_broken:g} of those read. The last ones: {'; '.join(list(broken)[-_NUM_NAMED:])}. Compare "
+            f"{max_broken:g} of those read. The last ones: {'; '.join(list(broken)[-NUM_NAMED:])}. Compare "
             "data.image_key and data.captions with the fields of the samples, find damaged shards with "
             f"`disco-ds index SHARDS --check --full`, or raise data.max_broken{trace}"
         )

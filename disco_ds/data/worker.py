@@ -33,6 +33,7 @@ from torch.multiprocessing import get_context
 from disco_ds.config.data import DataSettings
 from disco_ds.data.batches import MicroBatch, Report, Share, SharedBatches
 from disco_ds.data.errors import (
+    NUM_NAMED,
     BrokenSample,
     DataError,
     DroppedSample,
@@ -246,9 +247,11 @@ class _StreamReader:
                 )
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
             if cursor[0] - first_epoch > order.searched_epochs:
+                last = "; ".join(list(self._broken.values())[-NUM_NAMED:])
                 raise DataError(
                     f"stream {stream} has no usable sample among its last {skipped} samples; check data.filter, "
-                    "data.uids, data.transforms, and the counts in the manifest"
+                    "data.uids, data.transforms, and the counts in the manifest. The last broken samples: "
+                    f"{last or 'none'}"
                 )
 
 

@@ -157,7 +157,11 @@ class Heartbeat:
         # writes the signal's number to the wakeup socket at once, and the thread reads it there.
         self._signals, self._signal_sender = socket.socketpair()
         self._signal_sender.setblocking(False)
-        signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
+        # An evaluation may run in another thread, where Python does not allow this.
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            sender = self._signal_sender.fileno()
+            self._wakeup_before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         self._exchange = jobs.start(self._exchange_beats)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -178,7 +182,8 @@ class Heartbeat:
         self._thread.join()
         futures.wait([jobs.start(partial(self._leave, error))], self.lost_after_s)
         faulthandler.cancel_dump_traceback_later()
-        signal.set_wakeup_fd(-1)
+        if self._is_main:
+            signal.set_wakeup_fd(self._wakeup_before)
         self._signals.close()
         self._signal_sender.close()
 

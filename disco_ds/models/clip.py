@@ -200,6 +200,30 @@ def _create(
     return model
 
 
+def check_image_size(settings: ModelSettings, model: Any) -> None:
+    """Refuse an image size that open_clip's image tower does not support, instead of failing in the first step.
+
+    Custom towers are not checked, because they may need an accelerator to run.
+
+    Raises:
+        ValueError: If the tower does not support the image size.
+    """
+    if settings.factory:
+        return
+    size = read_preprocessing(model).size
+    model.visual.eval()  # BatchNorm refuses to train on one value per channel
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(image=torch.zeros(1, 3, *size))
+    except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
+        raise ValueError(
+            f"model.image_size: the image tower of {settings.name} does not take images of "
+            f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
+            f"in the model's config. {error}"
+        ) from error
+    model.train()
+
+
 def train(model: Any, mode: bool = True) -> Any:
     """Set training or eval mode, but keep modules without trained parameters in eval mode.
 

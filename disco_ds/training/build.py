@@ -65,6 +65,7 @@ from disco_ds.metrics.tracking import WandbRun, open_wandb
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
+    check_image_size,
     read_architecture,
     read_text_size,
     register_config,
@@ -389,6 +390,7 @@ def check_image_sizes(config: Config) -> None:
     first: dict[str, Any] = {}
     for size, settings in models.items():
         model = build_model(settings, pretrained=False)
+        check_image_size(settings, model)
         for name, value in model.state_dict().items():
             before = first.setdefault(name, value.shape)
             if value.shape != before and name != "visual.positional_embedding":
@@ -443,6 +445,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         model = build_model(
             settings, loss.initial_scale, bias, loss.learns_scale, pretrained=not restored
         )
+        check_image_size(settings, model)
         tokenizer = build_tokenizer(settings, model)
     compiled = compile_if_possible(config, model)
     is_half = config.precision != "fp32"

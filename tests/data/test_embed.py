@@ -14,6 +14,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from PIL import Image
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config

@@ -141,6 +141,19 @@ def test_a_timm_tower_of_another_image_size_is_read_and_its_open_clip_export_ref
         export_run(tmp_path / "run", tmp_path / "export")
 
 
+def test_image_size_that_the_tower_does_not_take_is_refused_at_the_start(tmp_path: Path) -> None:
+    """The tower of timm needs a multiple of 16, the quickstart's one needs 32."""
+    for name, size in ((write_timm(tmp_path), 100), ("quickstart", 40)):
+        changes = [
+            f"model={{name: {name}, image_size: {size}}}",
+            "data.source=synthetic",
+            "data.shards=null",
+        ]
+        with pytest.raises(RefusedError, match=rf"model.image_size.*{size} x {size}"):
+            run_training(load_config(recipe(tmp_path), changes))
+        assert not (tmp_path / "runs").exists(), "the run must be refused before any work"
+
+
 def test_weights_of_a_timm_tower_are_resized_to_the_image_size(tmp_path: Path) -> None:
     name = write_timm(tmp_path)
     source = build(name, seed=1)

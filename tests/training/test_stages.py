@@ -298,6 +298,7 @@ def find_refusals(path: Path) -> list[str]:
     cases = [
         [later % "global_batch: 20"],
         [later % "image_size: 64", f"model.name={timm}"],
+        [later % "image_size: 4"],
     ]
     return [refused(path, case, None) for case in cases]
 
@@ -341,7 +342,8 @@ def test_stages_that_cannot_work_are_refused_before_the_start(tmp_path: Path) ->
     text = TINY["text_cfg"] | {"vocab_size": BPE_SIZE}
     config = {"embed_dim": 16, "vision_cfg": tower, "text_cfg": text}
     (path.parent / "timm.json").write_text(json.dumps(config))
-    batch, parameters = run_ranks(find_refusals, 2, path, joined=False)[0]
+    batch, parameters, size = run_ranks(find_refusals, 2, path, joined=False)[0]
     assert "global_batch 20 is not a multiple of ranks x micro_batch (2 x 4 = 8)" in batch
     assert "the image size cannot change to 64, because visual.trunk.pos_embed of" in parameters
     assert not (path.parent / "runs").exists()
+    assert "does not take images of 4 x 4" in size
