@@ -6,7 +6,7 @@ import random
 import textwrap
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
-from disco_ds.config.data import AugmentSettings, is_remote
+from disco_ds.config.data import is_remote
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
@@ -36,7 +36,7 @@ _NUM_SHARDS, _NUM_REMOTE = 16, 3
 """Maximum number of shards that are opened: of local ones, and of those that have to be fetched."""
 _NUM_ROWS = 1_000_000
 """Maximum number of rows of a csv file that are checked."""
-_NUM_SHOWN = 24
+NUM_SHOWN = 24
 """Number of samples that are shown in the picture."""
 _MIN_SAMPLES = 8
 """The doctor does not warn about captions and colors if it has read fewer samples than this."""
@@ -111,9 +111,14 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         found = f"keeps about {num_kept / first_id:.1%} of the samples: the run makes {length / num_kept:,.1f} passes"
         yield Line("ok", "data.filter", f"{found} over them")
     if picture:
-        num = min(_NUM_SHOWN, len(samples))
-        shown = [samples[i * len(samples) // num] for i in range(num)]  # evenly spaced
-        draw(shown, config.data.augment, picture)
+        num = min(NUM_SHOWN, len(samples))
+        pairs = []
+        for sample in (samples[i * len(samples) // num] for i in range(num)):  # evenly spaced
+            key = torch.tensor([sample["view_key"]])
+            image = augment(sample["image"][None], key, config.data.augment)[0]
+            tokens = f"{sample['num_tokens']} of {len(sample['text'])} tokens"
+            pairs.append((image, sample["caption"], tokens))
+        draw_pairs(pairs, picture)
         yield Line("ok", "picture", f"{num} samples: {picture}")
 
 
@@ -210,19 +215,22 @@ def read_samples(
         findings.captions.update(x["caption"] for x in findings.samples if x["caption"])
 
 
-def draw(samples: list[Sample], settings: AugmentSettings, path: Path) -> None:
-    """Write a picture of up to _NUM_SHOWN samples after augmentation, with their captions and numbers of tokens."""
+def draw_pairs(pairs: Iterable[tuple[Tensor, str, str]], path: Path) -> None:
+    """Write a picture of up to 24 pairs.
+
+    Args:
+        pairs: An image [3, H, W], its caption and a note for each pair.
+        path: Path of the PNG.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 9.5), layout="constrained")
-    for number, sample in enumerate(samples, 1):
-        axis = figure.add_subplot(4, 6, number)
+    for number, (image, caption, note) in enumerate(pairs):
+        axis = figure.add_subplot(4, 6, number + 1)
         axis.set_axis_off()
-        key = torch.tensor([sample["view_key"]])
-        axis.imshow(augment(sample["image"][None], key, settings)[0].permute(1, 2, 0))
-        words = textwrap.wrap(sample["caption"], 26, max_lines=3, placeholder=" ...")
-        words.append(f"{sample['num_tokens']} of {len(sample['text'])} tokens")
-        axis.set_title("\n".join(words), fontsize=8, parse_math=False)
+        axis.imshow(image.permute(1, 2, 0))
+        words = textwrap.wrap(caption, 26, max_lines=3, placeholder=" ...")
+        axis.set_title("\n".join([*words, note]), fontsize=8, parse_math=False)
     figure.savefig(path, dpi=80)
 
 
