@@ -307,6 +307,8 @@ def test_scores_are_mean_cosines_that_the_filter_reads(
         assert f"the best {share}%: data.filter='{rule}'" in out
         data = load_config(path, [f"data.shards={to}", f"data.filter={rule}"]).data
         assert sum(score >= data.filter["similarity"]["min"] for score in scores) == 19 - cut
+        with Image.open(to / f"best_{share}.png") as drawn:
+            assert drawn.size == (960, 760)
     assert embed(path, to) == 2, "the folder must be refused without --score"
 
 
