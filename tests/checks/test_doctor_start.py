@@ -18,7 +18,7 @@ from disco_ds.cli.main import main
         ("model.pretrained=nowhere.pt", "nowhere.pt"),
         ("data.shards=/nowhere", "there is no folder /nowhere"),
         ("data.shards=rows.parquet", "there is no folder rows.parquet"),
-        ("data.source=webdataset", "`shards`: webdataset's .tar shards"),
+        ("data.source=webdataset", "data.source must match pattern"),
         ("eval.labeled.new=/nowhere", "eval.labeled.new: there is no folder /nowhere"),
     ],
 )
