@@ -163,7 +163,7 @@ def test_damaged_shards_stop_a_run_only_if_they_are_many(tmp_path: Path) -> None
     assert sorted(name[:9] for step in steps for name in step.damaged) == [
         f"{number:05d}.tar" for number in range(3)
     ]
-    assert "damaged after 7 samples, and the rest is lost" in next(
+    assert "the shard is damaged after 7 samples" in next(
         step.damaged[0] for step in steps if step.damaged
     )
     damage_header(folder / "00005.tar")
