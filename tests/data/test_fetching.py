@@ -311,7 +311,10 @@ def test_size_is_read_from_a_server_that_refuses_head() -> None:
         ("s3://b-${TOKEN}/x/{0..1}/{0..1}.tar", ("0/0.tar", "0/1.tar", "1/0.tar", "1/1.tar")),
     ],
 )
-def test_variable_in_braces_is_no_pattern_and_no_name(text: str, names: tuple[str, ...]) -> None:
+def test_variable_in_braces_is_no_pattern_and_no_name(
+    text: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
     assert find_shards(text, RemoteSettings()).names == names
     with pytest.raises(ValueError, match="must contain braces"):
         find_shards("https://h/${TOKEN}/x", RemoteSettings())

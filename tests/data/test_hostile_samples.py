@@ -292,21 +292,20 @@ def test_json_is_read_in_every_encoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "rows", "lost", "words"),
+    ("row", "rows", "lost"),
     [
-        ("1.png," + "x" * 200_000 + "\n", 4, {1}, None),
-        ("1.png,a\rb\n", 4, {1}, None),
-        ('1.png,"a\n', 2, {1}, "the row of 3 lines"),
-        ('1.png,"a\n2.png,"b"\n', 4, {1}, "the row of 2 lines"),
-        ('1.png,"a,\n2.png and ""b"""\n', 4, set(), None),
+        ("1.png," + "x" * 200_000 + "\n", 4, {1}),
+        ("1.png,a\rb\n", 4, {1}),
+        ('1.png,"a\n', 2, {1}),
+        ('1.png,"a\n2.png,"b"\n', 4, {1}),
+        ('1.png,"a,\n2.png and ""b"""\n', 4, set()),
     ],
 )
-def test_csv_row_that_cannot_be_read_costs_itself_and_open_quotes_are_told(
+def test_csv_row_that_cannot_be_read_costs_itself(
     tmp_path: Path,
     row: str,
     rows: int,
     lost: set[int],
-    words: str | None,
 ) -> None:
     for i in range(4):
         (tmp_path / f"{i}.png").write_bytes(make_sample(i)["png"])
@@ -322,7 +321,6 @@ def test_csv_row_that_cannot_be_read_costs_itself_and_open_quotes_are_told(
     assert {line.partition(":")[0] for line in step.broken} == {
         f"pairs.csv/line {i + 2}" for i in lost
     }
-    assert words is None or f": {words} cannot be read: " in step.broken[0]
 
 
 def test_picture_on_a_disk_that_fails_for_a_while_is_read_again(

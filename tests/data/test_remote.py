@@ -67,7 +67,6 @@ def test_shards_by_braces_have_names_without_secrets(
         ("/data/{0..", "not balanced"),
         ("/data/{0..99999999}.tar", "more than 1,000,000 shards"),
         ("s3://b/{0000..9999}/{0000..9999}.tar", "more than 1,000,000 shards"),
-        ("/data/" + "{" * 2000 + "a,b" + "}" * 2000, "not balanced"),
         ("/data/{a,a}.tar", "a.tar is named twice"),
         ("http://h/shards", "must contain braces"),
         ("pipe:aws s3 ls", "must contain braces"),
@@ -79,8 +78,9 @@ def test_shards_by_braces_that_make_no_sense_are_refused(text: str, words: str) 
         find_shards(text, RemoteSettings(pipe=True))
 
 
-def test_a_million_shards_by_braces_are_allowed() -> None:
-    assert len(find_shards("s3://b/{0..9}/{00000..99999}.tar", RemoteSettings()).names) == 10**6
+def test_many_shards_by_braces_are_allowed() -> None:
+    text = "s3://b/{0..1}/{00000..99999}.tar"
+    assert len(find_shards(text, RemoteSettings()).names) == 200_000
 
 
 def test_local_braces_use_their_part_of_the_folders_manifest(

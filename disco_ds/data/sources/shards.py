@@ -166,12 +166,10 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
     start = _find_start(text)
     locations = _expand(text, _cut(text.removeprefix(start), text))
     if "*" in text and not text.startswith(PIPE):
-        # In the patterns, only * is special.
-        patterns = [re.sub(r"[?[]", r"[\g<0>]", location) for location in locations]
         if is_remote(text):
-            locations = _match_remote(patterns, start, remote, known)
+            locations = _match_remote(locations, start, remote, known)
         else:
-            locations = sorted({path for pattern in patterns for path in glob(pattern)})
+            locations = sorted({path for pattern in locations for path in glob(_escape(pattern))})
         if not locations:
             raise ValueError(f"no shard matches {text}")
     return _make_listing(locations, start)
@@ -277,12 +275,17 @@ def _match_remote(
     if known is None:
         known = [url.removeprefix(start) for url in list_objects(start, remote)]
     # An absolute pattern must match the whole path, not only its end.
-    absolute = ["/" + pattern[len(start) :] for pattern in patterns]
+    absolute = [_escape("/" + pattern.removeprefix(start)) for pattern in patterns]
     return [
         start + name
         for name in known
         if any(PurePosixPath("/" + name).match(pattern) for pattern in absolute)
     ]
+
+
+def _escape(pattern: str) -> str:
+    """Escape all special characters of a pattern, except *."""
+    return re.sub(r"[?[]", r"[\g<0>]", pattern)
 
 
 def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -> Manifest:
