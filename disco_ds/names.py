@@ -40,11 +40,13 @@ def load_custom(
     if not re.fullmatch(CUSTOM_CODE, name):
         raise ValueError(f"{name!r} is not of the form package.module:name")
     module_name, attribute = name.split(":")
-    with explain_errors(
-        f"{name} cannot be imported; on every host, install its package, or add the folder that contains it to "
-        "PYTHONPATH"
-    ):
+    try:
         module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ValueError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}; on every host, install its "
+            "package, or add the folder that contains it to PYTHONPATH"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         hint = did_you_mean(attribute, vars(module))

@@ -51,14 +51,9 @@ def test_examples_of_build_loss_hold() -> None:
     assert (result.failed, result.attempted) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"), [({"layout": "zip"}, "unknown layout 'zip'"), ({"dtype": "f8"}, "dtype")]
-)
-def test_export_names_what_it_does_not_know(
-    given: dict[str, str], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        export_run(tmp_path, tmp_path / "to", **given)  # type: ignore[arg-type]
+def test_export_names_what_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown layout 'zip'"):
+        export_run(tmp_path, tmp_path / "to", layout="zip")
 
 
 def test_torch_s_deprecations_of_what_deepspeed_calls_are_hidden_in_own_loops() -> None:

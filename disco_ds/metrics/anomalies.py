@@ -1,4 +1,4 @@
-"""Detect loss and gradient-norm spikes, a logit scale at its bound, and feature collapse.
+"""Detect loss and gradient-norm spikes, and feature collapse.
 
 The rules use only numbers that are equal on all ranks, and a state that is saved in checkpoints.
 Rationale:
@@ -11,9 +11,6 @@ Rationale:
   because outliers hardly move them (Leys et al. 2013). Our own choices are the window, the
   thresholds, and taking the MAD of the changes between steps, so that a steadily falling loss does
   not count as noise. The bundled quickstart stays below all thresholds.
-- Logit scale. CLIP (Radford et al. 2021, section 2.5) limits it to 100 because training was
-  unstable otherwise. A scale at its bound cannot grow further: this is normal late in a run and a
-  warning sign early.
 - Collapse. All features point in one direction, or they occupy few dimensions (Jing et al. 2022,
   arXiv 2110.09348). The mean cosine between samples shows the first case. The effective rank shows
   both: it is exp of the entropy of the normalized singular values (Roy and Vetterli 2007), and
@@ -53,11 +50,6 @@ MIN_LOSS_RISE = 0.1
 """A loss spike exceeds the median by at least this fraction of the median."""
 MIN_NORM_FACTOR = 4.0
 """A gradient-norm spike is at least this multiple of the median."""
-AT_BOUND = 0.98
-"""The logit scale counts as being at its bound if it is at least this fraction of the bound.
-
-The fraction is below 1 because bf16 rounds the log of the scale: a bound of 100 becomes 98.9.
-"""
 TINY = 1e-30
 """Replaces a gradient norm of 0, which has no logarithm."""
 COLLAPSED = 0.5
@@ -84,7 +76,6 @@ class AnomalyDetector:
     Args:
         write_values: Writes values of a step; see MetricsLogger.write_values.
         skip: Whether batches that cause a spike are skipped.
-        max_scale: Bound of the logit scale; None if the scale is not learned.
         warmup_steps: Records up to this step, or up to step WINDOW if that is later, are not checked for collapse.
         state: State from a checkpoint, or None.
     """
@@ -93,13 +84,11 @@ class AnomalyDetector:
         self,
         write_values: Callable[[int, dict[str, float]], None],
         skip: bool,
-        max_scale: float | None,
         warmup_steps: int,
         state: Mapping[str, Any] | None = None,
     ):
         self.write_values = write_values
         self.skip = skip
-        self.max_scale = max_scale
         self.warmup_steps = warmup_steps
         empty = {"recent": {"loss": [], "grad_norm": []}, "best": {}, "known": []}
         self.state: dict[str, Any] = copy.deepcopy(dict(state or empty))
@@ -148,15 +137,8 @@ class AnomalyDetector:
         return find_limit(self.state["recent"]["grad_norm"], by_factor=True) if self.skip else None
 
     def check_record(self, record: Mapping[str, Any]) -> None:
-        """Check the logit scale and the features in a log record."""
-        step, scale = record["step"], record["scale"]
-        message = ""
-        if self.max_scale is not None and scale >= AT_BOUND * self.max_scale:
-            message = (
-                f"the logit scale, {scale:.4g}, has reached its bound "
-                f"model.max_scale ({self.max_scale:g})"
-            )
-        self._update("scale_at_bound", step, scale, message)
+        """Check the features in a log record."""
+        step = record["step"]
         if step <= max(self.warmup_steps, WINDOW):
             return
         best = self.state["best"]

@@ -240,7 +240,6 @@ def build(
     anomalies = AnomalyDetector(
         metrics.write_values,
         skip=config.on_spike == "skip",
-        max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
         state=earlier,
     )

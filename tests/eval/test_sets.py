@@ -174,7 +174,7 @@ def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path / "few", ["0", "1"])
     refused(
         tmp_path / "few",
-        "eval.templates.y: no labeled set has this name; eval.labeled contains x",
+        "eval.classes and eval.templates: eval.labeled has no set named y",
         templates={"y": "f"},
     )
     with pytest.raises(ValueError, match=r"no \.tar shards"):

@@ -27,7 +27,7 @@ Notes = list[tuple[int, dict[str, float]]]
 
 def watching(skip: bool = False, **changes: Any) -> tuple[AnomalyDetector, Notes]:
     notes: Notes = []
-    given: dict[str, Any] = {"max_scale": 100.0, "warmup_steps": 10, **changes}
+    given: dict[str, Any] = {"warmup_steps": 10, **changes}
     return AnomalyDetector(
         lambda step, values: notes.append((step, values)), skip=skip, **given
     ), notes
@@ -131,23 +131,9 @@ def test_state_goes_on_to_the_bit() -> None:
     assert second.state_dict() == whole.state_dict()
 
 
-def record(
-    step: int, cosine: float = 0.3, rank: float = 60.0, scale: float = 20.0
-) -> dict[str, Any]:
+def record(step: int, cosine: float = 0.3, rank: float = 60.0) -> dict[str, Any]:
     sides = {"image_cosine": cosine, "image_rank": rank, "text_cosine": 0.2, "text_rank": 70.0}
-    return {"step": step, "scale": scale, **sides}
-
-
-def test_scale_at_its_bound_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    trouble, notes = watching()
-    # bf16 weights cannot exceed 98.87, which is exp(bf16(ln 100)).
-    for step, scale in enumerate((14.3, 60.0, 97.0, 98.87, 100.0, 100.0, 80.0, 100.0)):
-        trouble.check_record(record(step, scale=scale))
-    assert notes == [(3, {"anomaly/scale_at_bound": 98.87}), (7, {"anomaly/scale_at_bound": 100.0})]
-    assert caplog.text.count("has reached its bound model.max_scale (100)") == 2
-    fixed, notes = watching(max_scale=None)
-    fixed.check_record(record(1, scale=100.0))
-    assert notes == []
+    return {"step": step, **sides}
 
 
 @pytest.mark.parametrize("now", [{"cosine": 0.7}, {"rank": 28.0}])
@@ -215,7 +201,7 @@ def test_rules_take_no_time() -> None:
             if step % 10 == 0:
                 spread = features_spread(image, text)
                 trouble.check_record(
-                    {"step": step, "scale": 14.3} | {name: x.item() for name, x in spread.items()}
+                    {"step": step} | {name: x.item() for name, x in spread.items()}
                 )
         costs.append((time.process_time() - start) / 200)
     cost = min(costs)  # other processes on the core's caches only add to it

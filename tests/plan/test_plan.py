@@ -387,7 +387,7 @@ def test_largest_batch_is_at_most_the_run(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards", [200, 312]).folder
     data = {"source": "shards", "shards": str(shards), "image_key": "png"}
     changes = {"steps": None, "epochs": 2.0, "data": data}
-    config = tiny(tmp_path, deepspeed=AUTOCAST, **changes)
+    config = tiny_config(write_tiny(tmp_path, BPE_SIZE), AUTOCAST, **changes)
     plan = plan_run(config, 4, "H200", search="largest")
     assert 900 < plan.config.global_batch <= 1024
 
@@ -411,6 +411,7 @@ def test_plan_counts_the_samples_of_the_manifest(
     folder = write_shards(tmp_path / "shards", [200, 312]).folder
     data = f"data={{shards: {folder}, image_key: png}}"
     argv = command(tmp_path, "samples=null", "epochs=100", "optim.warmup_steps=10", data)
+    write_tiny(tmp_path, BPE_SIZE)
     assert run(argv, monkeypatch) == 0
     out = capsys.readouterr().out
     assert "200 steps, " in out

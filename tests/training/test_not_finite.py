@@ -163,7 +163,7 @@ def out_of_step() -> None:
 
 def run_to_agree() -> Any:
     """Return an object with the parts of a run that `agree` needs."""
-    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, warmup_steps=0)
     return SimpleNamespace(anomalies=trouble, interrupts=Interrupts())
 
 

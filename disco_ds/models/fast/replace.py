@@ -79,7 +79,11 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
     phrases = []
     if isinstance(text, CutText):
         phrases.append("texts cut to the longest one")
-    elif packs(text) and fits_kernels(text, text.context_length, device, is_half):
+    elif (
+        not model.two_views
+        and packs(text)
+        and fits_kernels(text, text.context_length, device, is_half)
+    ):
         phrases.append("packed texts")
     if any(isinstance(module, Block) for module in model.visual.modules()):
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))

@@ -176,7 +176,7 @@ class Training:
         self.engine = build_engine(model, self.config.optim, rendered)
         self.engine.train()
         trouble = AnomalyDetector(
-            lambda step, values: None, skip=OFFLOAD in changes, max_scale=100.0, warmup_steps=0
+            lambda step, values: None, skip=OFFLOAD in changes, warmup_steps=0
         )
         parts = {
             "engine": self.engine,
