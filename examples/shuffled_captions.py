@@ -7,6 +7,7 @@ They make wrong pairs, to see what a filter by similarity is worth (docs/data.md
 
 import json
 import random
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ def stages() -> list[Any]:
 
 def read_captions() -> list[tuple[str, str]]:
     """Return the caption and the keywords of every bundled training image."""
-    shards = sorted((Path(disco_ds.__file__).parent / "assets/emoji/train").glob("*.tar"))
-    samples = wds.WebDataset(list(map(str, shards)), shardshuffle=False)
-    records = [json.loads(sample["json"]) for sample in samples]
-    return [(record[FIELDS[0]], record[FIELDS[1]]) for record in records]
+    captions = []
+    for shard in sorted((Path(disco_ds.__file__).parent / "assets/emoji/train").glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    record = json.load(tar.extractfile(member))  # type: ignore[arg-type]
+                    captions.append((record[FIELDS[0]], record[FIELDS[1]]))
+    return captions
