@@ -160,8 +160,9 @@ def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
 def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureRequest) -> None:
     source = Path(__file__).read_text()
     page = (ROOT / "docs" / "custom_loop.md").read_text()
-    # These are run by test_own_model, test_own_loss, test_own_source, test_export and test_loss_examples.
-    # docs/extending.md describes the first three, docs/evaluation.md the fourth, docs/losses.md the last two.
+    # These are run by test_own_model, test_own_loss, test_own_source, test_export, test_loss_examples and
+    # test_shuffled_captions. docs/extending.md describes the first three, docs/evaluation.md the fourth, docs/losses.md
+    # the next two, and docs/data.md the last one.
     elsewhere = {
         "own_model.py",
         "smoothed_loss.py",
@@ -169,6 +170,7 @@ def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureReq
         "benchmark_exports.py",
         "reference_loss.py",
         "two_captions.py",
+        "shuffled_captions.py",
     }
     for path in (ROOT / "examples").glob("*.py"):
         if path.name in elsewhere:
