@@ -66,7 +66,7 @@ def run_training(
         AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
         AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
             have equal features, if the loss or the gradient is not finite in more than config.skip_nonfinite batches in
-            a row, if a stage after the first cannot be built, if an evaluation or the last
+            a row, if fp16 skips all updates, if a stage after the first cannot be built, if an evaluation or the last
             save fails, if too many saves in a row fail or, on a single rank, if the loss breaks its contract.
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.

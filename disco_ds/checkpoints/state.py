@@ -223,13 +223,17 @@ def read_tensors(saved: Checkpoint, ema: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def read_untrained(saved: Checkpoint, trained: Iterable[str]) -> dict[str, Tensor]:
-    """Return the frozen parameters and the buffers of a checkpoint by name."""
+def read_untrained(saved: Checkpoint, trained: Iterable[str], rank: int = 0) -> dict[str, Tensor]:
+    """Return the frozen parameters and the buffers of a checkpoint by name.
+
+    At ZeRO 3, the buffers are those of `rank`: statistics of batch normalization differ between ranks.
+    """
     stage, num_ranks = saved.meta["shape"]["stage"], saved.meta["shape"]["ranks"]
     model = load_model(saved)
     if stage < 3:
         return {name: model["module"][name] for name in model["module"].keys() - set(trained)}
-    tensors = {name: model["module"][name] for name in model["buffer_names"]}
+    buffers = load_model(saved, rank)["module"]
+    tensors = {name: buffers[name] for name in model["buffer_names"]}
     frozen = model["frozen_param_shapes"]
     files = [load_model(saved, rank) for rank in range(num_ranks if frozen else 0)]
     for name, size in frozen.items():
@@ -252,7 +256,8 @@ def load_untrained(saved: Checkpoint, model: nn.Module) -> None:
     with comm.all_or_none(f"checkpoint {saved.path}"):
         tensors = model.state_dict()
         trained = {name for name, each in model.named_parameters() if each.requires_grad}
-        for name, value in read_untrained(saved, trained).items():
+        rank = comm.rank() if saved.meta["shape"]["ranks"] == comm.size() else 0
+        for name, value in read_untrained(saved, trained, rank).items():
             if value.numel() != tensors[name].numel():
                 value = resize({"fp32": value}, model)["fp32"]
             tensors[name].copy_(value.view_as(tensors[name]))

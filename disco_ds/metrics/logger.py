@@ -209,4 +209,7 @@ def _forget_after(path: Path, step: int) -> None:
     """Remove the records of later steps and unreadable lines from a metrics.jsonl."""
     if path.exists():
         kept = [record for record in read_records(path) if record["step"] <= step]
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        # Writing needs room on the disk.
+        if text != path.read_text(encoding="utf-8", errors="replace"):
+            write_text(path, text)

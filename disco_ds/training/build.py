@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,8 @@ class Run:
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
     """Number of batches skipped since the last successful step because the loss or the gradient was not finite."""
+    overflows: list[float] = field(default_factory=list)
+    """The fp16 loss scale after each step since the last applied update. All of these steps overflowed."""
 
     @property
     def is_last_stage(self) -> bool:

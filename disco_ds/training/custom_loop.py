@@ -154,13 +154,13 @@ def contrastive_step(
                 with _synchronized(model, last=k == micro_batches - 1):
                     backward(next(losses))
             has_state = type(loss).commit is not Loss.commit
-            is_updated = not has_state or bool(torch.isfinite(out.metrics["loss"]))
+            is_updated = not has_state or _is_gradient_finite(model)
     except FloatingPointError:  # nothing may be updated, including BatchNorm's statistics
         before.restore()
         raise
     (after if is_updated else before).restore()
     checked.add(mode)
-    # If DeepSpeed's loss scaler skips the update, the state of the loss must not change either.
+    # If a loss scaler skips the update, the state of the loss must not change either.
     if is_updated:
         loss.commit()
     return out
@@ -280,6 +280,17 @@ def _split_on_all_ranks(batch: Any, count: int) -> tuple[list[Any], int | None]:
     if worst["failed"]:
         raise ValueError(problem or "the batch of another rank cannot be divided evenly")
     return parts
+
+
+def _is_gradient_finite(model: Any) -> bool:
+    """Return whether the gradient is finite on all ranks, so that torch's GradScaler will not skip it. Collective."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # FSDP2's gradients are DTensors. This rank's part of a DTensor may have no rows.
+    parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
+    parts = [part for part in parts if part.numel()]
+    largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
+    # If this rank has no rows at all, `largest` is on the CPU.
+    return not comm.largest_of({"not_finite": ~torch.isfinite(largest)})["not_finite"]
 
 
 @contextmanager

@@ -7,8 +7,10 @@ Python programs and for the command line.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -16,6 +18,7 @@ from functools import partial
 import torch
 
 from disco_ds.config import CheckpointSettings, EvalSettings
+from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.eval import Result, describe, evaluate_sets, record
@@ -36,8 +39,8 @@ def train(run: Run) -> None:
 
     Raises:
         comm.AgreedError: If data cannot be read, if the ranks are at different steps, if captions with different tokens
-            have equal features, if the loss or the gradient is not finite in too many batches in a row, if an
-            evaluation or the last save fails, or if too many saves in a row fail.
+            have equal features, if the loss or the gradient is not finite in too many batches in a row, if fp16 skips
+            all updates, if an evaluation or the last save fails, or if too many saves in a row fail.
         comm.AskedToStopError: If a signal requested a stop. The message says whether a checkpoint was saved.
     """
     run.interrupts.listen()
@@ -78,7 +81,7 @@ def train(run: Run) -> None:
 
 
 def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -> str | None:
-    """Count the batches that are skipped in a row, and find out whether the run must stop. Collective.
+    """Count the steps in a row without an update, and find out whether the run must stop. Collective.
 
     If it must stop, the progress made before this step is saved first, where that makes sense.
 
@@ -90,25 +93,58 @@ def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -
     Returns:
         The error message with which the run stops, or None.
     """
-    if isinstance(outcome, StepOutput):
-        run.skipped_in_a_row = 0
-        return None
     if isinstance(outcome, Stopped):
         return (
             f"{outcome.problem}; {save_without(run, step)}" if outcome.is_sound else outcome.problem
         )
-    if outcome.problem is None:  # a spike
+    if isinstance(outcome, Skipped):
+        return outcome.problem and count_skipped(run, step, outcome.problem)
+    run.skipped_in_a_row = 0
+    if outcome.grad_norm is not None:
+        run.overflows.clear()
         return None
+    run.overflows.append(run.engine.optimizer.loss_scale)
+    problem = find_overflows(run.overflows, step + 1, run.schedule)
+    # Without an update since the start of this process, a new checkpoint would only replace an older one.
+    if problem and step + 1 > run.schedule.first_step + len(run.overflows):
+        problem = f"{problem}; {save_without(run, step)}"
+    return problem
+
+
+def count_skipped(run: Run, step: int, problem: str) -> str | None:
+    """Count a batch that is skipped because its loss or gradient is not finite. Return as find_problem does."""
     run.skipped_in_a_row += 1
     limit = run.config.skip_nonfinite
     if run.skipped_in_a_row > limit:
-        return f"{outcome.problem}; {save_without(run, step)}"
+        return f"{problem}; {save_without(run, step)}"
     if comm.rank() == 0:
         logger.warning(
             "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
-            outcome.problem,
+            problem,
             run.skipped_in_a_row,
             limit,
+        )
+    return None
+
+
+def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> str | None:
+    """Find out whether fp16 overflow skips all updates, so that the run would finish without training anything.
+
+    Args:
+        scales: The loss scale after each step since the last applied update. All of these steps overflowed.
+        step: Number of completed steps.
+        schedule: Length of the run.
+
+    Returns:
+        An error message in either of two cases: there were enough skipped steps in a row to halve the loss scale
+        down to 1; or this is the last step and this process has not updated anything. Otherwise None.
+    """
+    limit = math.log2(max(scales[0], 1)) + 1
+    if len(scales) > limit or step == schedule.last_step == schedule.first_step + len(scales):
+        return (
+            f"step {step}: the gradients of the last {len(scales)} steps in a row overflowed in fp16, at loss scales "
+            f"down to {scales[-1]:g}, so these steps updated nothing; use bf16 or torch_autocast, or lower "
+            "fp16.initial_scale_power and fp16.hysteresis"
         )
     return None
 

@@ -249,7 +249,7 @@ def describe_data_errors(step: int, data: StepData) -> str:
 def describe_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> str:
     """Return an error message that names the ranks that caused a loss that is not finite. Collective."""
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
-    features = embeddings.image.sum() + embeddings.text.sum()
+    features = embeddings.image.double().sum() + embeddings.text.double().sum()
     if ranks := find_not_finite(features):
         cause = f", because the features of {comm.join_ranks(ranks)} are not"
     else:

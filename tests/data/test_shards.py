@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -37,6 +38,26 @@ MEMBERS = [
     ("caf\u00e9.txt", b"accents"),
     ("a.txt", b"the same key again"),
 ]
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_sparse_member_breaks_its_sample_alone(tmp_path: Path, form: str) -> None:
+    names = ["a.bmp", "a.txt", "b.bmp", "b.txt"]
+    with open(tmp_path / "a.bmp", "wb") as file:
+        for start in range(2**20, 64 * 2**20, 2**21):  # too many parts for one header
+            file.seek(start)
+            file.write(b"a" * 2**16)
+    for name in names[1:]:
+        (tmp_path / name).write_bytes(b"all of " + name.encode())
+    make = ["tar", "-S", f"--format={form}", "-cf", "0.tar", *names]
+    subprocess.run(make, cwd=tmp_path, check=True)
+    reader = TarReader(tmp_path, [Shard("0.tar", 0, 0)], 1)
+    assert index_shards(tmp_path).sizes == [2]
+    with pytest.raises(BrokenSample, match="its bmp member is stored as a sparse file"):
+        reader.read(0, 0)
+    assert reader.read(0, 0, {"txt"}) == {"txt": b"all of a.txt"}
+    assert reader.read(0, 1) == {"bmp": b"all of b.bmp", "txt": b"all of b.txt"}
+    reader.close()
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

@@ -195,6 +195,14 @@ def test_metrics_last_line_without_its_end_is_dropped(cut: str, tmp_path: Path) 
     assert read(tmp_path) == [{"step": 10, "samples": 80}]
 
 
+def test_metrics_whole_file_is_left_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, ['{"step": 10, "samples": 80}\n', '{"step": 20, "samples": 160}\n'])
+    path = tmp_path / METRICS_FILE
+    before = path.stat()
+    MetricsLogger(tmp_path, {}, plain(8, 40, 20)).close()
+    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
+
+
 def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter

@@ -356,6 +356,45 @@ def test_loss_with_state_gets_its_samples() -> None:
     run_ranks(with_memory, 2)
 
 
+def skipped_by_a_scaler() -> None:
+    """Check that a loss commits no state if GradScaler skips the update, because one rank's gradient overflows."""
+    model, loss = make("text-text"), build_loss("fastclip_v1")
+    wrapped = DistributedDataParallel(model)
+    loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
+    index = torch.arange(PER_RANK) + comm.rank() * PER_RANK
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu", init_scale=4.0),
+    )
+    forward = forward_of("text-text", wrapped, torch.float32)
+    before = str(loss.state_dict())
+    for factor, changes in ((float("inf"), False), (1.0, True)):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def backward(x: Tensor, factor: float = factor if comm.rank() else 1.0) -> None:
+            scaler.scale(x * factor).backward()
+
+        optimizer.zero_grad()
+        contrastive_step(
+            wrapped,
+            loss,
+            my_batch(),
+            forward,
+            micro_batches=2,
+            scale=10.0,
+            index=index,
+            backward=backward,
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        updated = not all(map(torch.equal, weights, model.parameters()))
+        assert (updated, str(loss.state_dict()) != before) == (changes, changes)
+
+
+def test_state_of_a_loss_stays_where_a_scaler_skips_the_update() -> None:
+    run_ranks(skipped_by_a_scaler, 2)
+
+
 def remembers_nothing() -> None:
     """Check that three equal steps at ZeRO 2 have equal gradients.
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.checkpoints.keep import list_complete
+from disco_ds.checkpoints.keep import list_complete, step_of
 from disco_ds.config import load_config
+from disco_ds.config.schedule import Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.launcher import Interrupts
@@ -24,8 +26,8 @@ from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.run import run_training
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
-from disco_ds.training.loop import train
-from disco_ds.training.step import Skipped, Stopped, agree
+from disco_ds.training.loop import find_overflows, train
+from disco_ds.training.step import Skipped, StepOutput, Stopped, agree, run_step
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -33,7 +35,7 @@ from helpers.launched import (
     equal_checkpoints,
     records,
 )
-from helpers.machine import HAS_FP16
+from helpers.machine import HAS_FP16, needs_fp16
 from helpers.tiny_run import expect, recipe
 from helpers.towers import BPE_SIZE, write_tiny
 
@@ -255,6 +257,64 @@ def non_finite_everywhere(path: Path) -> None:
     if HAS_FP16:
         passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
         overflow_at_the_bottom(path)
+
+
+@pytest.mark.parametrize(
+    ("scales", "step", "fails"),
+    [
+        ([2.0**-n for n in range(-15, 1)], 99, False),
+        ([2.0**-n for n in range(-15, 2)], 99, True),
+        ([2.0**24] * 25, 99, False),
+        ([2.0**24] * 26, 99, True),
+        ([0.5, 0.25], 99, True),
+        ([2.0**16] * 2, 100, False),
+        ([2.0**16] * 10, 100, True),
+    ],
+)
+def test_run_that_fp16_cannot_train_stops(scales: list[float], step: int, fails: bool) -> None:
+    """The run is resumed after step 90. `scales` are the loss scales of its last steps, which overflowed."""
+    schedule = Schedule(8, last_step=100, num_steps=200, num_samples=1600, warmup_batch=8)
+    problem = find_overflows(scales, step, replace(schedule, first_step=90))
+    assert (f"the last {len(scales)} steps in a row" in problem) if fails else problem is None
+
+
+def overflow_in_every_step(path: Path) -> None:
+    with ExitStack() as stack:
+        run = start(load_config(path, ["name=overflow"]), nothing, stack)
+        with pytest.raises(comm.AgreedError, match="overflowed in fp16"):
+            train(run)
+
+
+@needs_fp16
+def test_run_whose_every_step_overflows_is_not_finished(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 60}
+    deepspeed = {"base": "zero1", **NO_AUTOCAST, "fp16": fp16}
+    run_ranks(overflow_in_every_step, 1, recipe(tmp_path, deepspeed=deepspeed))
+
+
+def overflow_from(path: Path, first: int, saved: list[int]) -> None:
+    """Skip all updates from step `first` on. At a loss scale of 1, the second one in a row stops the run."""
+
+    def skipped(run: Run, step: int, *others: Any) -> StepOutput:
+        output = run_step(run, step, *others)
+        assert isinstance(output, StepOutput)
+        return output if step + 1 < first else replace(output, grad_norm=None)
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("disco_ds.training.loop.run_step", skipped)
+        run = start(load_config(path, ["log.tensorboard=false"]), nothing, stack)
+        monkeypatch.setattr(type(run.engine.optimizer), "loss_scale", 1.0)
+        with pytest.raises(comm.AgreedError, match="overflowed in fp16") as caught:
+            train(run)
+    assert [step_of(path) for path in list_complete(run.folder)] == saved
+    assert ("a checkpoint was saved after step 3" in str(caught.value)) == bool(saved)
+
+
+@pytest.mark.parametrize(("first", "saved"), [(1, []), (3, [3])])
+def test_run_that_fp16_stops_saves_its_updates(
+    tmp_path: Path, first: int, saved: list[int]
+) -> None:
+    run_ranks(overflow_from, 1, recipe(tmp_path, checkpoint={"every_steps": 0}), first, saved)
 
 
 def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):

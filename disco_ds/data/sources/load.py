@@ -177,9 +177,8 @@ def check_cache(
     needed = sum_bytes(settings, sources, slots_here, prefetch=True)
     limit = find_limit(settings.remote)
     if needed > limit:
-        needed_gb = (
-            math.ceil(needed / 1e6) / 1e3
-        )  # rounded up, so that the suggestion is large enough
+        # Rounded up, so that the suggestion is large enough.
+        needed_gb = math.ceil(needed / 1e6) / 1e3
         raise ValueError(
             f"the {slots_here} slots of this host read and prefetch up to {needed_gb:g} GB of remote shards at a time, "
             f"but the cache in {settings.remote.cache} has room for only {limit / 1e9:.4g} GB; set "

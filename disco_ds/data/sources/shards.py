@@ -151,9 +151,8 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
         known: Names of the shards in a manifest, to which a remote pattern is applied. If None, the bucket is listed.
 
     Raises:
-        ValueError: If there are no shards, if the settings do not allow the remote shards, or if the text names a csv
-            file.
-        StoreError: If a bucket cannot be listed.
+        ValueError: If there are no shards, if the settings do not allow the remote shards, if the text names a csv
+            file, or if a bucket cannot be listed.
     """
     refuse_remote(text, remote)
     if is_table(text):
@@ -265,8 +264,7 @@ def _match_remote(
     """Return the URLs of the shards that match a pattern. All patterns begin with `start`.
 
     Raises:
-        ValueError: If the server cannot list its files.
-        StoreError: If listing them fails.
+        ValueError: If the server cannot list its files, or if listing them fails.
     """
     if not start.startswith(BUCKETS):
         raise ValueError(

@@ -44,6 +44,8 @@ _FILES_KEPT = 64
 _MAX_READ_AHEAD = 2 * 2**30
 """Shards with more bytes are not read whole before the scan, because the page cache might not keep them for long."""
 _BLOCK = 2**20
+_SPARSE = -2
+"""Recorded as the size of a sparse member, whose data are not consecutive bytes of the tar."""
 
 
 class TarIndex:
@@ -96,7 +98,8 @@ class TarIndex:
             self._extensions.append(extension)
             self._offsets.append(member.offset_data)
             # A damaged header may contain any size. _read_member refuses sizes that are out of range.
-            self._sizes.append(min(max(member.size, -1), MAX_BYTES + 1))
+            size = min(max(member.size, -1), MAX_BYTES + 1)
+            self._sizes.append(_SPARSE if member.issparse() else size)
 
 
 def split_name(path: str) -> tuple[str, str] | None:
@@ -290,6 +293,8 @@ class TarReader:
 
 
 def _read_member(file: BinaryIO, extension: str, offset: int, size: int) -> bytes:
+    if size == _SPARSE:
+        raise BrokenSample(f"its {extension} member is stored as a sparse file; use tar without -S")
     if not 0 <= size <= MAX_BYTES:
         raise BrokenSample(f"the size of its {extension} member is not in 0 .. {MAX_BYTES:,} bytes")
     data = os.pread(file.fileno(), size, offset)
