@@ -112,14 +112,15 @@ def embed(options: Embed) -> int:
         )
     if options.score and complete:
         scores = read_scores(options.to)
-        quantiles = {p: scores[p * len(scores) // 100][0] for p in (10, 30, 50, 70, 90)}
+        order = scores.argsort(kind="stable")
+        quantiles = {p: float(scores[order[p * len(order) // 100]]) for p in (10, 30, 50, 70, 90)}
         below = ", ".join(f"{p}% are below {score:.2f}" for p, score in quantiles.items())
         print(f"{SCORE} of {len(scores):,} samples: {below}\ntrain on data.shards={options.to} and")
         for p in (30, 50, 70):
             print(f"the best {100 - p}%: data.filter='{{{SCORE}: {{min: {quantiles[p]}}}}}'")
-            start = max(p * len(scores) // 100 - NUM_SHOWN // 2, 0)
-            around = embedder.read_pairs(options.to, scores[start : start + NUM_SHOWN])
-            draw_pairs(around, options.to / f"best_{100 - p}.png")
+            start = max(p * len(order) // 100 - NUM_SHOWN // 2, 0)
+            pairs = embedder.read_pairs(options.to, scores, order[start : start + NUM_SHOWN])
+            draw_pairs(pairs, options.to / f"best_{100 - p}.png")
     return 0
 
 

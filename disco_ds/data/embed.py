@@ -17,7 +17,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,18 +132,21 @@ class Embedder:
         return completes
 
     def read_pairs(
-        self, folder: Path, scores: Iterable[tuple[float, int, int]]
+        self, folder: Path, scores: np.ndarray, ids: Iterable[int]
     ) -> Iterator[tuple[Tensor, str, str]]:
-        """Yield the resized image, the first caption and the similarity of some of the scored samples."""
-        settings = self.settings
+        """Yield the resized image, the first caption and the similarity of the scored samples with these ids."""
+        settings, manifest = self.settings, load_manifest(folder)
+        ends = np.cumsum(manifest.sizes)
         # The filter chose what was scored. It may name a similarity that has been replaced since.
         selection = Selection.load(settings.model_copy(update={"uids": None, "filter": {}}))
-        with closing(load_manifest(folder).open()) as reader:
-            for similarity, shard, entry in scores:
+        with closing(manifest.open()) as reader:
+            for index in ids:
+                shard = int(np.searchsorted(ends, index, side="right"))
+                entry = int(index - ends[shard]) + manifest.sizes[shard]
                 members = selection.read(reader, shard, entry)
                 image = decode_image(find_image(members, settings.image_key), settings.max_pixels)
                 caption = list_captions(settings.captions, members)[0]
-                yield resize_for_evaluation(image, self.spec.image), caption, f"{similarity:.4f}"
+                yield resize_for_evaluation(image, self.spec.image), caption, f"{scores[index]:.4f}"
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
@@ -294,21 +297,20 @@ def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> N
     partial.replace(path)
 
 
-def read_scores(folder: Path) -> list[tuple[float, int, int]]:
-    """Read the similarities that are stored in the shards of a folder.
-
-    Returns:
-        (similarity, shard, entry) of each sample, in ascending order.
-    """
+def read_scores(folder: Path) -> np.ndarray:
+    """Read the similarities that are stored in the shards of a folder, [n] fp64, in the order of sample ids."""
     manifest = load_manifest(folder)
-    scores = []
+
+    def read(shard: int, entry: int) -> float:
+        members = reader.read(shard, entry, ("json", SCORE))
+        fields = json.loads(members["json"]) if "json" in members else members
+        return float(fields[SCORE])
+
     with closing(manifest.open()) as reader:
-        for shard, size in enumerate(manifest.sizes):
-            for entry in range(size):
-                members = reader.read(shard, entry, ("json", SCORE))
-                fields = json.loads(members["json"]) if "json" in members else members
-                scores.append((float(fields[SCORE]), shard, entry))
-    return sorted(scores)
+        positions = (
+            (shard, entry) for shard, size in enumerate(manifest.sizes) for entry in range(size)
+        )
+        return np.fromiter(starmap(read, positions), np.float64)
 
 
 def _pack(rows: Tensor) -> bytes:

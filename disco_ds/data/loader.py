@@ -145,7 +145,7 @@ class Loader:
         """The record of the current step's data."""
         self._first: Iterator[MicroBatch] = iter(())
         self._second: Iterator[MicroBatch] = iter(())
-        """What has not been read of the current step's two passes."""
+        """Iterators over the micro-batches of the current step's two passes."""
         self._kept: list[Delivery] = []
         """The micro-batches of the current step, unless images are kept compressed."""
         self._damaged: set[str] = set()
@@ -393,7 +393,7 @@ class Feed:
         if device.type == "cuda":
             batches.pin()
         self._next: Delivery | Exception | None = None
-        """What look_ahead has received, to be returned or raised by the next call of `take`."""
+        """The micro-batch or exception that look_ahead has received. The next call of `take` returns or raises it."""
         self._copied: Any = None
         """The event that marks the end of the latest copy."""
         self._released: deque[Any] = deque()

@@ -68,7 +68,7 @@ class Progress(NamedTuple):
     doing: str
     """The phase that begins at the mark, such as "forward"."""
     timed: bool = False
-    """Whether timeout_s limits the phase."""
+    """Whether the phase may take at most timeout_s (see Heartbeat)."""
 
     def __str__(self) -> str:
         return f"step {self.step:,}, {self.doing}"
@@ -78,7 +78,7 @@ class Beat(NamedTuple):
     """The heartbeat that a rank writes into the store."""
 
     sent_at: float
-    """By the clock of the rank, so that no two of its heartbeats are equal."""
+    """When the rank sent this heartbeat, in seconds of its own clock. No two of its heartbeats have the same time."""
     progress: Progress
     is_hurried: bool
     """Whether the rank has had a communication error or a signal, so that HURRY_S applies to all ranks."""

@@ -8,6 +8,7 @@ import tarfile
 from contextlib import ExitStack, closing
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,8 @@ from PIL import Image
 
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
-from disco_ds.data.embed import IMAGE, TEXT
+from disco_ds.data.embed import IMAGE, SCORE, TEXT, Embedder, read_scores
+from disco_ds.data.images import ImageSpec
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.shards import load_manifest, read_manifest
 from disco_ds.data.stored import find_view_key
@@ -310,6 +312,30 @@ def test_scores_are_mean_cosines_that_the_filter_reads(
         with Image.open(to / f"best_{share}.png") as drawn:
             assert drawn.size == (960, 760)
     assert embed(path, to) == 2, "the folder must be refused without --score"
+
+
+@pytest.mark.parametrize(("size", "first"), [(6, 6), (40, 0)])
+def test_pairs_are_those_around_the_threshold(
+    size: int, first: int, path: Path, tmp_path: Path
+) -> None:
+    values = [((i * 7) % 20) / 20 for i in range(20)]
+
+    def member(index: int, members: dict[str, bytes]) -> dict[str, bytes]:
+        return {"png": picture(index), "txt": b"%d" % index, SCORE: b"%.2f" % values[index]}
+
+    write_shards(tmp_path / "raw", [9, 4, 7], member)
+    data = load_config(path, ["data.captions={'{txt}': 1}"]).data
+    model = torch.nn.Module()
+    spec: Any = SimpleNamespace(image=ImageSpec((16, 16), "bicubic", "shortest"))
+    embedder = Embedder(data, spec, model, {}, None, 8, score=True)
+    scores = read_scores(tmp_path / "raw")
+    assert scores.tolist() == values
+    around = scores.argsort(kind="stable")[first : first + size]
+    pairs = list(embedder.read_pairs(tmp_path / "raw", scores, around))
+    expected = sorted(range(20), key=values.__getitem__)[first : first + size]
+    assert [caption for _, caption, _ in pairs] == [str(index) for index in expected]
+    assert [note for *_, note in pairs] == [f"{values[index]:.4f}" for index in expected]
+    assert all(image.shape == (3, 16, 16) for image, *_ in pairs)
 
 
 def test_ranks_score_all_shards(

@@ -35,7 +35,7 @@ _MANY = 1_000
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _NUM_COMPARED = 10_000
-"""Whether a long file is sorted is checked only for about this many of its uids, which are evenly spaced."""
+"""To check that a large file is sorted, about this many of its uids are compared, at equal distances."""
 
 
 @dataclass
