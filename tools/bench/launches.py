@@ -1,6 +1,6 @@
 """Count the tensor operations of one training step, by phase, and time the part after the last backward pass.
 
-    python -m tools.bench.launches                        the table in docs/launches.md; about a minute on a CPU
+    python -m tools.bench.launches                        the table in tools/lab_notes.md; about a minute on a CPU
     python -m tools.bench.launches --width 256 --time 20
 
 The model has the layers and parameter tensors (302) of ViT-B/32, but is narrow. The step is a logged step of the

@@ -1,8 +1,8 @@
-"""Generate docs/settings.md, and the table and list of flags in docs/from_open_clip.md, from the code.
+"""Generate docs/settings.md from the code.
 
     python -m tools.make.reference
 
-tests/docs/test_reference.py fails if the committed pages differ from the output of this tool.
+tests/docs/test_reference.py fails if the committed page differs from the output of this tool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEMS: dict[str, type[BaseModel]] = {"data.sources": SourceSettings, "stages": S
 """Name of a setting that is a list -> model of one item of the list."""
 OPTIONAL: dict[str, type[BaseModel]] = {"ema": EmaSettings, "teacher": TeacherSettings}
 """Name of a group that may be null -> its model."""
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 FIRST = (
     "global_batch",
@@ -55,7 +55,8 @@ MADE = "<!-- Made by tools/make/reference.py from the code: change that, and run
 def settings_page() -> str:
     """Return the text of docs/settings.md.
 
-    The page lists the settings of a recipe, the options of the losses, and the keys of a ds_config.
+    The page lists the settings of a recipe, the options of the losses, the keys of a ds_config, and open_clip_train's
+    flags.
     """
     lines = [
         "# All settings",
@@ -95,6 +96,7 @@ def settings_page() -> str:
     lines += [f"| `{key}` | `{json.dumps(value)}` |" for key, value in flatten("", DEFAULTS)]
     lines += ["", "| refused key | reason |", "|---|---|"]
     lines += [f"| `{key}` | {why} |" for key, why in REFUSED_KEYS.items()]
+    lines += ["", "## Flags of open_clip_train", "", *open_clip_flags()]
     return "\n".join(lines) + "\n"
 
 
@@ -216,18 +218,9 @@ def wrap(paragraph: str, indent: str = "") -> list[str]:
     return textwrap.wrap(paragraph, 120, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def open_clip_page() -> str:
-    """Return docs/from_open_clip.md with an updated table and list of flags.
-
-    The rest of the page is written by hand.
-    """
-    begin, end = (
-        f"<!-- {word} of the part that tools/make/reference.py writes -->"
-        for word in ("Start", "End")
-    )
-    page = (DOCS / "from_open_clip.md").read_text(encoding="utf-8")
-    before, _, rest = page.partition(begin)
-    lines = ["| open_clip_train | here | note |", "|---|---|---|"]
+def open_clip_flags() -> list[str]:
+    """Return the lines that list the flags of open_clip_train 3.3 and 4.2, with the settings that replace them."""
+    table = ["| open_clip_train | here | note |", "|---|---|---|"]
     same: list[str] = []
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, row in read_words()["flags"].items():
@@ -236,27 +229,31 @@ def open_clip_page() -> str:
     for (ours, note), names in groups.items():
         settings = ", ".join(f"`{key}`" for key in ours)
         if ours and note:
-            lines += [f"| {', '.join(names)} | {settings} | {text(note)} |"]
+            table += [f"| {', '.join(names)} | {settings} | {text(note)} |"]
         elif ours:
             same += [f"{settings.replace(', ', ' and ')} ({', '.join(names)})"]
-    alike = "Settings, with the flags that `disco-ds from-open-clip` translates into them: "
-    lines = [begin, "", *wrap(f"{alike}{', '.join(same)}."), "", *lines]
+    lines = [
+        "The flags of open_clip 3.3 and 4.2. [from_open_clip.md](from_open_clip.md) explains the translation.",
+        "",
+        *wrap(
+            "Settings, with the flags that `disco-ds from-open-clip` translates into them: "
+            f"{', '.join(same)}."
+        ),
+        "",
+        *table,
+        "",
+        "Flags without a setting here. `disco-ds from-open-clip` prints the reasons:",
+        "",
+    ]
     unset = {note: shorten_flags(names) for (ours, note), names in groups.items() if not ours}
-    lines += ["", "Flags without a setting here. `disco-ds from-open-clip` prints the reasons:", ""]
     for answer in ("not needed", "not available"):
         flags = [name for note, names in unset.items() if note.startswith(answer) for name in names]
         lines += wrap(f"- {answer}: {', '.join(flags)}", "  ")
     for note, names in unset.items():
         if not note.startswith("not "):
             lines += [f"- {', '.join(names)}: {text(note)}"]
-    return before + "\n".join([*lines, "", end]) + rest.partition(end)[2]
+    return lines
 
-
-PAGES = {
-    "settings.md": settings_page,
-    "from_open_clip.md": open_clip_page,
-}
 
 if __name__ == "__main__":
-    for page, make in PAGES.items():
-        (DOCS / page).write_text(make(), encoding="utf-8")
+    PAGE.write_text(settings_page(), encoding="utf-8")
