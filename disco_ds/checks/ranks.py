@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from disco_ds.checks.hosts import check_all_hosts
 from disco_ds.checks.report import Line, examine
-from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.config import Config, ModelSettings, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels.tiles import Tiling
 from disco_ds.models.clip import build_model
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -76,18 +75,9 @@ def shrink(config: Config, ranks: int) -> Config:
     Raises:
         ValueError: If the recipe's global batch or number of ranks does not fit `ranks`.
     """
-    model: dict[str, Any] = {
-        "name": "two_layers",
-        "factory": None,
-        "options": {},
-        "pretrained": None,
-        "pretrained_image": None,
-        "image_size": None,
-        "patch_dropout": None,
-        "compile": False,
-    }
+    kept = {"lock_image", "lock_text", "two_views", "activation_checkpointing", "towers"}
     changes = {
-        "model": config.model.model_copy(update=model),
+        "model": ModelSettings(name="two_layers", **config.model.model_dump(include=kept)),
         "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),
         "micro_batch": _ROWS,
         "global_batch": ranks * _ROWS * min(config.num_micro_batches(ranks), 4),
@@ -147,11 +137,8 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 def _loss_precision(small: Config) -> str:
     """Return the precision in which the loss multiplies features on this device."""
-    loss = build_loss(small.loss.name, **small.loss.options)
-    precision: str = (
-        getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device()).precision
-    )
-    return precision
+    tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", None)
+    return tiling.on(comm.local_device()).precision if tiling else "fp32"
 
 
 def _step(small: Config, count: int) -> Result:
