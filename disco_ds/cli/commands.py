@@ -70,11 +70,9 @@ def evaluate(options: Eval) -> int:
                 for result in results
             ]
             write_text(path, json.dumps({"model": options.model, "sets": sets}, indent=1) + "\n")
-    except RendezvousError as error:
-        return fail_rank(error, 1)
     except AgreedError as error:
         return fail_rank(error, error.exit_code, speaks=is_rank_0)
-    except OSError as error:
+    except (RendezvousError, OSError) as error:
         return fail_rank(error, 1)
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import closing, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -13,7 +12,6 @@ from typing import Literal
 
 from disco_ds.config import Config, check_config
 from disco_ds.config.data import is_remote
-from disco_ds.config.ds_config import merge
 from disco_ds.config.recipe_yaml import dump
 from disco_ds.data import Loader, Share, Source, count_epoch, load_sources
 from disco_ds.data.sources.load import count_slots
@@ -247,15 +245,14 @@ def fit(
 
     def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
         """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
-        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
-        zero = {"zero_optimization": {"stage": level}}
+        zero = config.deepspeed.get("zero_optimization", {}) | {"stage": level}
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
             "image_staging": pixels,
-            "model": model,
+            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
-            "deepspeed": merge(deepcopy(config.deepspeed), zero),
+            "deepspeed": config.deepspeed | {"zero_optimization": zero},
         }
         return config.model_copy(update=update)
 
