@@ -116,7 +116,8 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
-    loss_precision = _loss_precision(small)
+    tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", None)
+    loss_precision = tiling.on(comm.local_device()).precision if tiling else "fp32"
     most = max(_MAX_TOLERANCE[small.precision], _MAX_TOLERANCE[loss_precision])
     tolerance = min(max(_MIN_TOLERANCE, 2 * rough), most)
     error = _relative_error(got, true)
@@ -133,12 +134,6 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     )
     fine = error <= tolerance and loss_error <= tolerance
     yield Line("ok" if fine else "fail", "gradients", found, remedy)
-
-
-def _loss_precision(small: Config) -> str:
-    """Return the precision in which the loss multiplies features on this device."""
-    tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", None)
-    return tiling.on(comm.local_device()).precision if tiling else "fp32"
 
 
 def _step(small: Config, count: int) -> Result:

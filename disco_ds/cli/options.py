@@ -174,8 +174,8 @@ class Embed(WithRecipe):
     """Maximum number of images, or of texts, in a forward pass."""
     score: bool = False
     """Store each sample's similarity: the cosine of the embeddings of the image, resized as in evaluation, and of the
-    caption; the mean if there are several captions. Print quantiles and the settings of data.filter that keep the best
-    70, 50 and 30%, and draw 24 pairs around each of these thresholds."""
+    caption; the mean if there are several captions. Print the settings of data.filter that keep the best 70, 50 and
+    30%, and draw 24 pairs around each of these thresholds."""
 
 
 class Report(Command):
@@ -307,11 +307,9 @@ def parse_args(argv: list[str]) -> Any:
     """
     name, *words = argv or ["--help"]
     if name not in COMMANDS:
-        summaries = [
-            f"  {each:16}{str(options.__doc__).splitlines()[0]}\n"
-            for each, (options, _) in COMMANDS.items()
-        ]
-        description = INTRODUCTION + "".join(summaries)
+        description = INTRODUCTION
+        for each, (options, _) in COMMANDS.items():
+            description += f"  {each:16}{str(options.__doc__).splitlines()[0]}\n"
         overview = _Parser("disco-ds", description=description, epilog=OVERVIEW)
         overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
         return overview.parse_args([name])

@@ -192,13 +192,22 @@ def check_ds_config(ds_config: Tree) -> None:
     """
     if problems := list(_find_problems(ds_config)):
         raise ValueError("\n  ".join(problems))
-    _check_values(ds_config)
     check_precision(ds_config)
+    _check_values(ds_config)
 
 
 def _find_problems(ds_config: Tree) -> Iterator[str]:
     """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
-    sections = {"": TOP_LEVEL} | _section_keys()
+    sections = {
+        "": TOP_LEVEL,
+        "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
+        "timers": {"throughput"},
+    }
+    for section, model in _section_models().items():
+        fields = model.model_fields
+        sections[section] = fields.keys() | {
+            field.alias for field in fields.values() if field.alias
+        }
     for section, known in sections.items():
         part = ds_config.get(section, {}) if section else ds_config
         if not isinstance(part, dict):
@@ -231,7 +240,6 @@ def _check_values(ds_config: Tree) -> None:
     Raises:
         ValueError: If a value is invalid. The message names the key, unless a number is not finite.
     """
-    zero_stage(ds_config)
     for section, model in _section_models().items():
         given = ds_config.get(section, {})
         try:
@@ -317,15 +325,3 @@ def _section_models() -> dict[str, type[BaseModel]]:
         "comet": CometConfig,
         "csv_monitor": CSVConfig,
     }
-
-
-def _section_keys() -> dict[str, set[str]]:
-    """Map each section to the keys that DeepSpeed reads in it."""
-    known = {
-        "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
-        "timers": {"throughput"},
-    }
-    for section, model in _section_models().items():
-        fields = model.model_fields
-        known[section] = fields.keys() | {field.alias for field in fields.values() if field.alias}
-    return known

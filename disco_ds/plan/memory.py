@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, OptimSettings, Tree, render_ds_config
+from disco_ds.config import Config, Tree, render_ds_config
 from disco_ds.data.batches import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import Assumptions
@@ -146,8 +146,12 @@ def _plan_engine(
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 
-    # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
-    num_states = count_moments(config.optim)
+    # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters. For a custom optimizer, two states
+    # are assumed. For Muon, two are counted for every element, although it keeps only one for the elements of hidden
+    # matrices. The average of optim.ema counts as a state.
+    optim = config.optim
+    kept = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
+    num_states = (2 if optim.factory else kept[optim.name]) + (optim.ema is not None)
     states = 4 * share * (1 + num_states) if level else 4 * P * num_states
     parameters = (P + F) * e
     permanent_buffers = 0
@@ -198,16 +202,6 @@ def _plan_engine(
     update = {"communication": permanent_buffers + update_buffers, "gradients": gradients}
     moments = {"forward": idle, "loss": idle, "backward": idle | backward, "update": idle | update}
     return moments, host
-
-
-def count_moments(optim: OptimSettings) -> int:
-    """Return how many numbers are kept for each trained element: optimizer states, and the average of optim.ema.
-
-    For a custom optimizer, two states are assumed. For Muon, two are counted for every element, although it keeps only
-    one for the elements of hidden matrices.
-    """
-    moments = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
-    return (2 if optim.factory else moments[optim.name]) + (optim.ema is not None)
 
 
 def _is_offloaded(settings: Any) -> bool:
