@@ -20,7 +20,7 @@ from disco_ds.models.clip import build_tokenizer, read_text_size
 from disco_ds.models.fast.attention import MAX_ROWS
 from disco_ds.models.fast.texts import find_counter, packs
 from disco_ds.models.gpus import Gpu, find_gpu
-from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.towers import Towers, build_fake_model, trace
@@ -104,7 +104,7 @@ def plan_run(
     config: Config,
     ranks: int | None = None,
     gpu: str | Gpu = "A100-80G",
-    assumed: Assumptions | None = None,
+    assumed: Assumptions = DEFAULTS,
     search: Batch | None = None,
     host_gib: float | None = None,
 ) -> Plan:
@@ -114,7 +114,7 @@ def plan_run(
         config: The recipe.
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
-        assumed: Assumptions of the plan. None: the defaults of Assumptions.
+        assumed: Assumptions of the plan.
         search: None plans the recipe as it is. "same" searches for the fastest settings for the recipe's global batch.
             "largest" searches for the largest global batch that fits, or for a slightly smaller one that is faster.
         host_gib: Memory of a host in GiB. If it is given, the search also varies image_staging.
@@ -133,8 +133,11 @@ def plan_run(
     ranks = ranks or config.ranks or 1
     if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
-    assumed = assumed or Assumptions()
-    sources = find_sources(config)
+    sources: list[Source] = []
+    # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
+    if all("://" not in str(part.shards) or part.manifest for part in config.data.parts):
+        with suppress(ValueError, OSError):  # this machine may not have the data
+            sources = load_sources(config.data)
     epoch_samples = assumed.data_samples or 0
     if sources and not epoch_samples:
         epoch_samples = count_epoch(config.data, sources)
@@ -147,16 +150,6 @@ def plan_run(
     if epoch_samples:
         config = config.with_samples(epoch_samples)
     return Plan(config, ranks, chosen, assumed, towers)
-
-
-def find_sources(config: Config) -> list[Source]:
-    """Load the sources of the recipe. Return an empty list if this machine cannot read the data."""
-    # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
-    if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
-        return []
-    with suppress(ValueError, OSError):
-        return load_sources(config.data)
-    return []
 
 
 def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]) -> Assumptions:

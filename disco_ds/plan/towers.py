@@ -37,7 +37,7 @@ from disco_ds.models.clip import (
 )
 from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.param_groups import PARAMETER_DTYPES
-from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -222,9 +222,7 @@ def make_batch(
     return batch
 
 
-def trace(
-    config: Config, m: int, like_gpu: bool = True, assumed: Assumptions | None = None
-) -> Towers:
+def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = DEFAULTS) -> Towers:
     """Trace the towers with a micro-batch of m samples, without allocating memory.
 
     Args:
@@ -237,7 +235,6 @@ def trace(
     Raises:
         ValueError: If the model cannot be traced.
     """
-    assumed = assumed or Assumptions()
     student = _trace(config, m, like_gpu, assumed)
     if assumed.text_tokens is not None:
         # Memory must suffice for long texts, but the time depends on the mean length.
