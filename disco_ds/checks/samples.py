@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import textwrap
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -30,8 +29,8 @@ from disco_ds.eval.model import read_input_spec
 from disco_ds.models.clip import build_model, build_tokenizer
 
 _NUM_READ = 400
-"""Number of samples of each source that are decoded. If 1% of all samples are broken, they include one with 98%
-probability."""
+"""About the number of samples of each source that are decoded. If 1% of all samples are broken, they include one with
+98% probability."""
 _NUM_SHARDS, _NUM_REMOTE = 16, 3
 """Maximum number of shards that are opened: of local ones, and of those that have to be fetched."""
 NUM_SHOWN = 24
@@ -128,19 +127,22 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
     noting = replace(spec, tokenize=tokenize)
     padding = spec.tokenize([""])[0, -1]
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))
-    # Opening a shard takes time, unlike the rows of a csv file.
+    num_shards = len(source.sizes)
     most = _NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS
-    num = len(source.sizes) if isinstance(source, Table) else min(most, len(source.sizes))
-    shards = [i * (len(source.sizes) - 1) // max(num - 1, 1) for i in range(num)]
+    if isinstance(source, Table):  # all shards are in one file, so they need not be opened
+        most = num_shards
+    shards = range(0, num_shards, math.ceil(num_shards / most) or 1)
+    generator = random.Random(0)
+    positions: list[tuple[int, int]] = []
     opened: Any = source.open(1, data.window)
     with closing(opened) as reader:
         count = reader.count if data.index == "none" else source.sizes.__getitem__
-        ends = list(accumulate(map(count, shards), initial=0))
-
-        findings = Findings(num_read=min(_NUM_READ, ends[-1]))
-        for position in sorted(random.Random(0).sample(range(ends[-1]), findings.num_read)):
-            number = bisect_right(ends, position) - 1
-            shard, entry = shards[number], position - ends[number]
+        for shard in shards:
+            size = count(shard)
+            entries = generator.sample(range(size), min(size, math.ceil(_NUM_READ / len(shards))))
+            positions += [(shard, entry) for entry in sorted(entries)]
+        findings = Findings(num_read=len(positions))
+        for shard, entry in positions:
             key = first._replace(sample_id=first_ids[shard] + entry)
             try:
                 with breaks_sample(OSError):

@@ -75,13 +75,13 @@ def find_recipe(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
-    known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
+    known = {item.stem: item for item in sorted((PACKAGE / "recipes").glob("*.yaml"))}
     if str(recipe) not in known:
         hint = did_you_mean(str(recipe), known)
         raise ValueError(
             f"unknown recipe {shorten(recipe)!r}{hint}; bundled recipes: {', '.join(known)}"
         )
-    return PACKAGE / "recipes" / f"{recipe}.yaml"
+    return known[str(recipe)]
 
 
 def _explain(item: Any) -> str:
