@@ -8,7 +8,7 @@ compares this gradient with the one that a single process computes in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -173,12 +173,8 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
     out = loss(Embeddings(image, text, scale, bias, index, group_id))
     # Without this factor, fp16 gradients of a mean over the batch would be subnormal.
     factor = 256.0 if kind == "fp16" else 1.0
-    (factor * out.loss).backward()
-    gradients = [
-        torch.zeros_like(p) if p.grad is None else p.grad
-        for p in model.parameters()
-        if p.requires_grad
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(factor * out.loss, trained, materialize_grads=True)
     return _flatten(gradients) / factor, out.metrics["loss"].item()
 
 
@@ -209,7 +205,7 @@ def _read_weights(engine: Any) -> Tensor:
     return _flatten([read(p) for p in engine.module.parameters() if p.requires_grad])
 
 
-def _flatten(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.to("cpu", torch.float64).flatten() for x in tensors])
 
 

@@ -7,13 +7,10 @@ stops the run. The package wandb is imported only if a run asks for it.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from disco_ds.config import Config
 from disco_ds.config.text_file import write_text
@@ -24,8 +21,6 @@ WANDB_ID = "wandb_id.txt"
 """File in the run folder with the id of the W&B run. A resumed run logs to the same W&B run."""
 UPLOAD_S = "120"
 """Maximum wait for uploads at the end of a run, in seconds; the other ranks wait as well."""
-
-logger = logging.getLogger(__name__)
 
 
 def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | None:
@@ -42,8 +37,11 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     run = None
     with comm.all_or_none("log.wandb"):
         if config.log.wandb.project is not None and comm.rank() == 0:
-            run = WandbRun(config, folder)
-            stack.push(run.close)
+            import wandb  # noqa: F401 - a missing package is refused
+
+            with log_errors("W&B gets no points until the run is resumed (see docs/logging.md)"):
+                run = WandbRun(config, folder)
+                stack.push(run.close)
     return run
 
 
@@ -59,8 +57,7 @@ class WandbRun:
 
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", UPLOAD_S)
         id_file = folder / WANDB_ID
-        init = partial(
-            wandb.init,
+        self.run = wandb.init(
             project=config.log.wandb.project,
             name=os.environ.get("WANDB_NAME", folder.name),
             id=id_file.read_text(encoding="utf-8") if id_file.exists() else None,
@@ -69,13 +66,6 @@ class WandbRun:
             config=config.model_dump(mode="json") | {"ranks": comm.size()},
             allow_val_change=True,  # a resumed run may have other settings
         )
-        try:
-            self.run: Any = init()
-        except wandb.errors.Error as error:
-            logger.warning("W&B logs this run offline (see docs/logging.md): %s", error)
-            # Otherwise W&B would consider the id in use.
-            wandb.teardown()
-            self.run = init(mode="offline")
         write_text(id_file, self.run.id)
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from disco_ds.config import Config, check_config
 from disco_ds.config.data import is_remote
@@ -23,7 +23,7 @@ from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.towers import Towers, build_fake_model, trace
+from disco_ds.plan.towers import Towers, fake_tensors, prepare_model, trace
 
 Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
@@ -165,7 +165,8 @@ def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]
     is_local = all(part.source == "shards" and not is_remote(str(part.shards)) for part in parts)
     if assumed.text_tokens is None and not (sources and is_local):
         return assumed
-    model = build_fake_model(config)
+    with fake_tensors(config):
+        model: Any = prepare_model(config)
     # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
     is_short = read_text_size(model)[0] <= MAX_ROWS
     packed = packs(getattr(model, "text", model)) and is_short and not model.two_views

@@ -258,20 +258,10 @@ def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = 
     )
 
 
-def build_fake_model(config: Config) -> Any:
-    """Build the recipe's model from fake tensors, which have shapes but no values.
-
-    Raises:
-        ValueError: If the model cannot be built from fake tensors.
-    """
-    with _fake(config, like_gpu=False):
-        return prepare_model(config)
-
-
 def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
     """Trace the recipe's model without its teacher. The arguments are those of `trace`."""
     measured: Counter[str] = Counter()
-    with _fake(config, like_gpu):
+    with fake_tensors(config, like_gpu):
         model = prepare_model(config)
         lengths = plan_lengths(assumed, m, read_text_size(model)[0])
         batch = make_batch(model, m, lengths=lengths)
@@ -328,8 +318,8 @@ def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
 
 
 @contextmanager
-def _fake(config: Config, like_gpu: bool) -> Iterator[None]:
-    """Make every tensor that is created inside the `with` block a fake tensor.
+def fake_tensors(config: Config, like_gpu: bool = False) -> Iterator[None]:
+    """Make every tensor that is created inside the `with` block a fake tensor, which has a shape but no values.
 
     Any error inside the block becomes a ValueError that names the model, except that a ValueError is not changed.
     """

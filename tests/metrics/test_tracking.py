@@ -35,10 +35,6 @@ def note(kind, **values):
         file.write(json.dumps({"kind": kind, **values}, default=vars) + "\\n")
 
 
-class errors:
-    class Error(Exception): pass
-
-
 class Run:
     def __init__(self, id):
         self.id = id
@@ -58,13 +54,9 @@ class Run:
 def init(**given):
     note("init", **given)
     problem = os.environ.get("STAND_IN")
-    if problem == "no network" and given.get("mode") != "offline":
-        raise errors.Error("no such host")
+    if problem == "no network":
+        raise ConnectionError("no such host")
     return Run(given["id"] or "id-of-wandb")
-
-
-def teardown():
-    note("teardown")
 '''
 
 
@@ -170,13 +162,7 @@ def test_wandb_gets_settings_and_points_and_a_resume_goes_on_in_its_run(
 def troubles(path: Path, folder: Path) -> None:
     use_stand_in(folder)
     train(path, problem="no network")
-    assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == [
-        "init",
-        "teardown",
-        "init",
-    ]
-    assert [call.get("mode") for call in called("init")] == [None, "offline"]
-    assert len(logged("train/loss")) == 2
+    assert [call["kind"] for call in called()] == ["init"]
 
     train(path, problem="dies")
 
