@@ -127,11 +127,10 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
     noting = replace(spec, tokenize=tokenize)
     padding = spec.tokenize([""])[0, -1]
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))
-    num_shards = len(source.sizes)
-    most = _NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS
-    if isinstance(source, Table):  # all shards are in one file, so they need not be opened
-        most = num_shards
-    shards = range(0, num_shards, math.ceil(num_shards / most) or 1)
+    num = len(source.sizes)
+    if not isinstance(source, Table):  # the shards of a csv file need not be opened
+        num = min(_NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS, num)
+    shards = [i * len(source.sizes) // num for i in range(num)]  # evenly spaced
     generator = random.Random(0)
     positions: list[tuple[int, int]] = []
     opened: Any = source.open(1, data.window)
@@ -139,7 +138,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
         count = reader.count if data.index == "none" else source.sizes.__getitem__
         for shard in shards:
             size = count(shard)
-            entries = generator.sample(range(size), min(size, math.ceil(_NUM_READ / len(shards))))
+            entries = generator.sample(range(size), min(size, math.ceil(_NUM_READ / num)))
             positions += [(shard, entry) for entry in sorted(entries)]
         findings = Findings(num_read=len(positions))
         for shard, entry in positions:
