@@ -112,7 +112,7 @@ def embed(options: Embed) -> int:
     if options.score and complete:
         scores = read_scores(options.to)
         order = scores.argsort(kind="stable")
-        print(f"train on data.shards={options.to}, {len(scores):,} samples, and")
+        print(f"{SCORE} of {len(scores):,} samples: train on data.shards={options.to} and")
         for percent in (70, 50, 30):
             first = (100 - percent) * len(order) // 100
             least = float(scores[order[first]])
