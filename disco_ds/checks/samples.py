@@ -131,7 +131,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
     if not isinstance(source, Table):  # the shards of a csv file need not be opened
         num = min(_NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS, num)
     shards = [i * len(source.sizes) // num for i in range(num)]  # evenly spaced
-    generator = random.Random(0)
+    generator = random.Random(1)
     positions: list[tuple[int, int]] = []
     opened: Any = source.open(1, data.window)
     with closing(opened) as reader:
