@@ -44,6 +44,7 @@ setup(
             "py.typed",
             "recipes/*.yaml",
             "assets/evaluation.yaml",
+            "assets/gpus.yaml",
             "assets/models/*.json",
             "assets/emoji/*.md",
             "assets/emoji/*/*",

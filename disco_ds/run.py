@@ -150,8 +150,6 @@ def train_session(
                 if failure is error:
                     raise
                 raise failure from error
-            if run.wandb:
-                run.wandb.exit_code = 0
             if run.is_last_stage:
                 _end(run, launch_id, 0)
             else:  # the uploads continue in the next stage

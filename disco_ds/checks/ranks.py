@@ -8,7 +8,7 @@ compares this gradient with the one that a single process computes in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from disco_ds.checks.hosts import check_all_hosts
 from disco_ds.checks.report import Line, examine
-from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.config import Config, ModelSettings, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.kernels.tiles import Tiling
 from disco_ds.models.clip import build_model
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -76,18 +75,9 @@ def shrink(config: Config, ranks: int) -> Config:
     Raises:
         ValueError: If the recipe's global batch or number of ranks does not fit `ranks`.
     """
-    model: dict[str, Any] = {
-        "name": "two_layers",
-        "factory": None,
-        "options": {},
-        "pretrained": None,
-        "pretrained_image": None,
-        "image_size": None,
-        "patch_dropout": None,
-        "compile": False,
-    }
+    kept = {"lock_image", "lock_text", "two_views", "activation_checkpointing", "towers"}
     changes = {
-        "model": config.model.model_copy(update=model),
+        "model": ModelSettings(name="two_layers", **config.model.model_dump(include=kept)),
         "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),
         "micro_batch": _ROWS,
         "global_batch": ranks * _ROWS * min(config.num_micro_batches(ranks), 4),
@@ -126,7 +116,8 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
-    loss_precision = _loss_precision(small)
+    tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", None)
+    loss_precision = tiling.on(comm.local_device()).precision if tiling else "fp32"
     most = max(_MAX_TOLERANCE[small.precision], _MAX_TOLERANCE[loss_precision])
     tolerance = min(max(_MIN_TOLERANCE, 2 * rough), most)
     error = _relative_error(got, true)
@@ -143,15 +134,6 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     )
     fine = error <= tolerance and loss_error <= tolerance
     yield Line("ok" if fine else "fail", "gradients", found, remedy)
-
-
-def _loss_precision(small: Config) -> str:
-    """Return the precision in which the loss multiplies features on this device."""
-    loss = build_loss(small.loss.name, **small.loss.options)
-    precision: str = (
-        getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device()).precision
-    )
-    return precision
 
 
 def _step(small: Config, count: int) -> Result:
@@ -191,12 +173,8 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
     out = loss(Embeddings(image, text, scale, bias, index, group_id))
     # Without this factor, fp16 gradients of a mean over the batch would be subnormal.
     factor = 256.0 if kind == "fp16" else 1.0
-    (factor * out.loss).backward()
-    gradients = [
-        torch.zeros_like(p) if p.grad is None else p.grad
-        for p in model.parameters()
-        if p.requires_grad
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(factor * out.loss, trained, materialize_grads=True)
     return _flatten(gradients) / factor, out.metrics["loss"].item()
 
 
@@ -227,7 +205,7 @@ def _read_weights(engine: Any) -> Tensor:
     return _flatten([read(p) for p in engine.module.parameters() if p.requires_grad])
 
 
-def _flatten(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.to("cpu", torch.float64).flatten() for x in tensors])
 
 

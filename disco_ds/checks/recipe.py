@@ -84,7 +84,12 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     sources = load_sources(config.data)
     for source in sources:
         if isinstance(source, Manifest) and source.num_samples:
-            yield _compare(source)
+            found = f"{plural(len(source.shards), 'shard')}, {plural(source.num_samples, 'sample')}"
+            # A run makes this check at its start: local shards must have the file sizes in the manifest.
+            if changed := find_changed(source):
+                found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"
+            remedy = "`disco-ds index SHARDS --check` lists them; restore the shards, or index them again"
+            yield Line("warn" if changed else "ok", "manifest", found, remedy)
     slots = count_slots(config.data, sources, ranks)
     ranks_here = ranks_here or min(ranks, torch.accelerator.device_count() or ranks)
     check_cache(config.data, sources, slots, ranks, ranks_here)
@@ -118,13 +123,3 @@ def check_length(config: Config, epoch_samples: int) -> Iterator[Line]:
         yield Line("ok", "length", f"{num_steps:,} steps")
     for problem in find_late(config, num_steps, num_epochs):
         yield Line("warn", "length", problem, "set a smaller interval")
-
-
-def _compare(source: Manifest) -> Line:
-    """Check that local shards have the file sizes in the manifest. A run makes this check at its start."""
-    found = f"{plural(len(source.shards), 'shard')}, {plural(source.num_samples, 'sample')}"
-    changed = find_changed(source)
-    if changed:
-        found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"
-    remedy = "`disco-ds index SHARDS --check` lists them; restore the shards, or index them again"
-    return Line("warn" if changed else "ok", "manifest", found, remedy)

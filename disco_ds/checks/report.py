@@ -27,7 +27,7 @@ class Line(NamedTuple):
 def examine(
     check: str,
     run: Callable[[], Iterable[Line]],
-    errors: type[Exception] | tuple[type[Exception], ...] = Exception,
+    errors: tuple[type[Exception], ...] = (Exception,),
 ) -> list[Line]:
     """Run a check and return its lines. Drop an ok line if another line with the same `check` reports a problem.
 

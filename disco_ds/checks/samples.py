@@ -1,12 +1,12 @@
-"""Check samples in the form that the model gets: every row of a csv file, and a few hundred decoded images."""
+"""Check a few hundred decoded samples of each source, in the form that the model gets."""
 
 from __future__ import annotations
 
+import math
 import random
 import textwrap
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -20,7 +20,6 @@ from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
 from disco_ds.config.data import is_remote
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
-from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import Sample, SampleKey, find_prepare
 from disco_ds.data.sources.files import Table
@@ -30,12 +29,10 @@ from disco_ds.eval.model import read_input_spec
 from disco_ds.models.clip import build_model, build_tokenizer
 
 _NUM_READ = 400
-"""Number of samples of each source that are decoded. If 1% of all samples are broken, they include one with 98%
-probability."""
+"""About the number of samples of each source that are decoded. If 1% of all samples are broken, they include one with
+98% probability."""
 _NUM_SHARDS, _NUM_REMOTE = 16, 3
 """Maximum number of shards that are opened: of local ones, and of those that have to be fetched."""
-_NUM_ROWS = 1_000_000
-"""Maximum number of rows of a csv file that are checked."""
 NUM_SHOWN = 24
 """Number of samples that are shown in the picture."""
 _MIN_SAMPLES = 8
@@ -49,28 +46,18 @@ _MANY_PLAIN = 0.05
 """The doctor warns if at least this fraction of the images has only one color."""
 
 
-Faults = dict[tuple[int, int], str]
-"""Maps (shard, entry) of a broken sample to its name and the reason."""
-
-
 @dataclass
 class Findings:
     """Counts and faults that the checks found in the samples of one source."""
 
-    num_rows: int = 0
-    """Number of rows of a csv file that were checked. 0 for other sources."""
-    broken_rows: Faults = field(default_factory=dict)
-    """Rows that are broken."""
-    num_read: int = 0
+    num_read: int
     """Number of samples that were read and decoded."""
-    broken: Faults = field(default_factory=dict)
-    """Samples that are broken."""
+    broken: list[str] = field(default_factory=list)
+    """Names of the broken samples, with the reasons."""
     num_dropped: int = 0
     """Number of samples that the settings exclude."""
     damaged: dict[int, str] = field(default_factory=dict)
     """Damaged shard -> its name and what is lost."""
-    captions: Counter[str] = field(default_factory=Counter)
-    """How often each caption occurs: in all rows of a csv file, otherwise in the samples that were read."""
     samples: list[Sample] = field(default_factory=list)
     """The samples that are neither broken nor dropped, with `caption` (empty if the source generates tokens instead of
     text) and `num_tokens` (without padding)."""
@@ -98,10 +85,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
     samples: list[Sample] = []
     first_id, num_kept = 0, 0.0
     for part, source in zip(config.data.per_source, sources, strict=True):
-        findings = Findings()
-        if isinstance(source, Table):
-            check_rows(source, part, findings)
-        read_samples(source, part, spec, SampleKey(config.seed, 0, first_id), findings)
+        findings = read_samples(source, part, spec, SampleKey(config.seed, 0, first_id))
         yield describe(part, findings)
         samples += findings.samples
         first_id += source.num_samples
@@ -111,53 +95,17 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
         found = f"keeps about {num_kept / first_id:.1%} of the samples: the run makes {length / num_kept:,.1f} passes"
         yield Line("ok", "data.filter", f"{found} over them")
     if picture:
-        num = min(NUM_SHOWN, len(samples))
         pairs = []
-        for sample in (samples[i * len(samples) // num] for i in range(num)):  # evenly spaced
+        for sample in samples[:: math.ceil(len(samples) / NUM_SHOWN) or 1]:  # evenly spaced
             key = torch.tensor([sample["view_key"]])
             image = augment(sample["image"][None], key, config.data.augment)[0]
             tokens = f"{sample['num_tokens']} of {len(sample['text'])} tokens"
             pairs.append((image, sample["caption"], tokens))
         draw_pairs(pairs, picture)
-        yield Line("ok", "picture", f"{num} samples: {picture}")
+        yield Line("ok", "picture", f"{len(pairs)} samples: {picture}")
 
 
-def attempt(read: Callable[..., Any], *args: Any) -> Any:
-    """Return read(*args) or, if the sample is broken, dropped or lost, the BrokenSample."""
-    try:
-        with breaks_sample(OSError):
-            return read(*args)
-    except BrokenSample as error:
-        return error
-
-
-def check_rows(table: Table, settings: DataSettings, findings: Findings) -> None:
-    """Check all rows of a csv file: whether the image exists and is not empty, and whether there is a caption."""
-    selection = Selection.load(settings.model_copy(update={"transforms": None}))
-    entries = [(shard, entry) for shard, size in enumerate(table.sizes) for entry in range(size)]
-    with closing(table.open(1, 1)) as reader:
-
-        def read_caption(row: int) -> str:
-            values = reader.read_row(row)
-            members = {name: value.encode() for name, value in values.items()}
-            selection.apply(members, str)
-            path = table.find(values[table.image])
-            if not (path.is_file() and path.stat().st_size):
-                raise BrokenSample(f"{path} is missing or empty")
-            return pick_caption(settings.captions, members, 0.0)
-
-        for row in range(0, len(entries), -(-len(entries) // _NUM_ROWS)):
-            findings.num_rows += 1
-            result = attempt(read_caption, row)
-            if not isinstance(result, BrokenSample):
-                findings.captions[result] += 1
-            elif not isinstance(result, DroppedSample):
-                findings.broken_rows[entries[row]] = name_broken(reader.name, *entries[row], result)
-
-
-def read_samples(
-    source: Source, data: DataSettings, spec: InputSpec, first: SampleKey, findings: Findings
-) -> None:
+def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: SampleKey) -> Findings:
     """Read and decode samples of a source that are spread over it at random.
 
     Args:
@@ -165,7 +113,6 @@ def read_samples(
         data: The data settings as they apply to this source.
         spec: The form in which the model gets the samples.
         first: Key of the source's first sample.
-        findings: This function adds what it finds.
 
     Raises:
         DataError: If a field of data.filter occurs in none of the samples.
@@ -180,39 +127,37 @@ def read_samples(
     noting = replace(spec, tokenize=tokenize)
     padding = spec.tokenize([""])[0, -1]
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))
-    # Opening a shard takes time, unlike the rows of a csv file.
-    most = _NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS
-    num = len(source.sizes) if isinstance(source, Table) else min(most, len(source.sizes))
-    shards = [i * (len(source.sizes) - 1) // max(num - 1, 1) for i in range(num)]
+    num = len(source.sizes)
+    if not isinstance(source, Table):  # the shards of a csv file need not be opened
+        num = min(_NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS, num)
+    shards = [i * len(source.sizes) // num for i in range(num)]  # evenly spaced
+    generator = random.Random(1)
+    positions: list[tuple[int, int]] = []
     opened: Any = source.open(1, data.window)
     with closing(opened) as reader:
         count = reader.count if data.index == "none" else source.sizes.__getitem__
-        ends = list(accumulate(map(count, shards), initial=0))
-
-        def read(shard: int, entry: int) -> Sample:
+        for shard in shards:
+            size = count(shard)
+            entries = generator.sample(range(size), min(size, math.ceil(_NUM_READ / num)))
+            positions += [(shard, entry) for entry in sorted(entries)]
+        findings = Findings(num_read=len(positions))
+        for shard, entry in positions:
             key = first._replace(sample_id=first_ids[shard] + entry)
-            sample = prepare(selection.read(reader, shard, entry), key, data, noting)
-            num_tokens = int((sample["text"] != padding).sum())
-            return sample | {"caption": "".join(captions), "num_tokens": num_tokens}
-
-        findings.num_read = min(_NUM_READ, ends[-1])
-        for position in sorted(random.Random(0).sample(range(ends[-1]), findings.num_read)):
-            number = bisect_right(ends, position) - 1
-            shard, entry = shards[number], position - ends[number]
-            result = attempt(read, shard, entry)
-            match result:
-                case DroppedSample():
-                    findings.num_dropped += 1
-                case LostSample():
-                    findings.damaged[shard] = name_broken(reader.name, shard, entry, result)
-                case BrokenSample():
-                    name = name_broken(reader.name, shard, entry, result)
-                    findings.broken[shard, entry] = name
-                case _:
-                    findings.samples.append(result)
+            try:
+                with breaks_sample(OSError):
+                    sample = prepare(selection.read(reader, shard, entry), key, data, noting)
+            except LostSample as error:
+                findings.damaged[shard] = name_broken(reader.name, shard, entry, error)
+            except DroppedSample:
+                findings.num_dropped += 1
+            except BrokenSample as error:
+                findings.broken.append(name_broken(reader.name, shard, entry, error))
+            else:
+                num_tokens = int((sample["text"] != padding).sum())
+                noted = {"caption": "".join(captions), "num_tokens": num_tokens}
+                findings.samples.append(sample | noted)
     selection.check_fields()
-    if not findings.num_rows:
-        findings.captions.update(x["caption"] for x in findings.samples if x["caption"])
+    return findings
 
 
 def draw_pairs(pairs: Iterable[tuple[Tensor, str, str]], path: Path) -> None:
@@ -241,13 +186,11 @@ def describe(data: DataSettings, findings: Findings) -> Line:
         data: The data settings as they apply to this source.
         findings: What was found.
     """
-    num, num_rows = findings.num_read, findings.num_rows
+    num, broken = findings.num_read, findings.broken
     if not num:
         remedy = "are they tar files?"
         return Line("fail", "samples", "the shards contain no complete sample", remedy)
-    broken = findings.broken_rows | findings.broken
-    found = f"{num_rows:,} rows checked and " if num_rows else ""
-    found += f"{num} read, {len(broken)} broken"
+    found = f"{num} read, {len(broken)} broken"
     if findings.num_dropped:
         found += f", {findings.num_dropped} dropped by data.filter, data.uids or data.transforms"
     if findings.num_dropped == num:
@@ -259,17 +202,15 @@ def describe(data: DataSettings, findings: Findings) -> Line:
         f"data.max_broken={data.max_broken:g}"
     )
     if broken:
-        found += f"; the last: {broken[max(broken)]}"
+        found += f"; the last: {broken[-1]}"
         # Only a few samples are read, so one or two more than data.max_broken allows may be broken by chance. If more
-        # than half are broken, the check always fails. The rows of a csv file are all checked.
-        num_broken = len(findings.broken)
-        many = num_broken > 2 + data.max_broken * num or 2 * num_broken > num
-        many |= len(findings.broken_rows) > data.max_broken * num_rows
+        # than half are broken, the check always fails.
+        many = len(broken) > 2 + data.max_broken * num or 2 * len(broken) > num
         status = "fail" if many else "warn"
     doubts = []
-    samples, captions = findings.samples, findings.captions
+    samples = findings.samples
     n = len(samples)
-    if captions and n:
+    if captions := Counter(sample["caption"] for sample in samples if sample["caption"]):
         counts = [sample["num_tokens"] for sample in samples]
         full = sum(sample["num_tokens"] == len(sample["text"]) for sample in samples) / n
         (text, most), *_ = captions.most_common(1)

@@ -32,9 +32,7 @@ def run(options: Index) -> int:
         ValueError: If an argument is invalid, the manifest cannot be written, a shard cannot be read, or no shard has a
             complete sample.
     """
-    remote = RemoteSettings(
-        pipe=options.pipe, **({"cache": options.cache} if options.cache else {})
-    )
+    remote = RemoteSettings(**options.model_dump(include={"pipe", "cache"}, exclude_none=True))
     listing = find_shards(options.shards, remote)
     # A folder's manifest.json may be written only if all shards of the folder are listed.
     if not (options.to or options.check or listing.whole) and (

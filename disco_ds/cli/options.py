@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_origin
 
@@ -173,8 +174,8 @@ class Embed(WithRecipe):
     """Maximum number of images, or of texts, in a forward pass."""
     score: bool = False
     """Store each sample's similarity: the cosine of the embeddings of the image, resized as in evaluation, and of the
-    caption; the mean if there are several captions. Print quantiles and the settings of data.filter that keep the best
-    70, 50 and 30%, and draw 24 pairs around each of these thresholds."""
+    caption; the mean if there are several captions. Print the settings of data.filter that keep the best 70, 50 and
+    30%, and draw 24 pairs around each of these thresholds."""
 
 
 class Report(Command):
@@ -288,6 +289,12 @@ COMMANDS: dict[str, tuple[type[Command], str]] = {
 }
 """Maps each command to its options and to the function that runs it, which is imported only then."""
 
+_Parser = partial(
+    argparse.ArgumentParser,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    argument_default=argparse.SUPPRESS,  # the class of the options has the defaults
+)
+
 
 def parse_args(argv: list[str]) -> Any:
     """Parse the arguments of `disco-ds COMMAND ...`.
@@ -300,11 +307,10 @@ def parse_args(argv: list[str]) -> Any:
     """
     name, *words = argv or ["--help"]
     if name not in COMMANDS:
-        summaries = [
-            f"  {each:16}{str(options.__doc__).splitlines()[0]}\n"
-            for each, (options, _) in COMMANDS.items()
-        ]
-        overview = _make_parser("disco-ds", f"{INTRODUCTION}{''.join(summaries)}", OVERVIEW)
+        description = INTRODUCTION
+        for each, (options, _) in COMMANDS.items():
+            description += f"  {each:16}{str(options.__doc__).splitlines()[0]}\n"
+        overview = _Parser("disco-ds", description=description, epilog=OVERVIEW)
         overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
         return overview.parse_args([name])
     options, parser = COMMANDS[name][0], make_parser(name)
@@ -335,7 +341,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     """Build the parser of a command from its class."""
     options = COMMANDS[name][0]
     summary, _, details = (inspect.getdoc(options) or "").partition("\n\n")
-    parser = _make_parser(f"disco-ds {name}", summary, details)
+    parser = _Parser(f"disco-ds {name}", description=summary, epilog=details)
     # DeepSpeed's launcher passes this option to the ranks.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     fields = options.model_fields
@@ -356,16 +362,6 @@ def make_parser(name: str) -> argparse.ArgumentParser:
             nargs = "*" if get_origin(field.annotation) is list else None
             parser.add_argument(key, nargs=nargs, metavar=field.title, help=text)
     return parser
-
-
-def _make_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # the class has the defaults
-    )
 
 
 def _flag(key: str) -> str:

@@ -1,7 +1,8 @@
 """Read, check and complete the DeepSpeed settings of a run (ds_config, JSON).
 
 DeepSpeed ignores unknown keys, and some of its defaults change results. Therefore this module checks
-every key. It also lists every default that matters, so that render.py can write it into ds_config.json.
+every key. ds_config_keys.yaml lists the keys, and every default that matters, so that render.py can write it into
+ds_config.json.
 DeepSpeed is imported only to check a ds_config, because the names of the valid keys come from DeepSpeed.
 """
 
@@ -19,100 +20,17 @@ from disco_ds.config.recipe_yaml import read_settings
 from disco_ds.config.settings import Tree, explain_value
 from disco_ds.names import suggest
 
-OWNED_BY_RECIPE = {
-    "train_batch_size": "global_batch",
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "global_batch and micro_batch",
-    "gradient_clipping": "optim.clip_norm",
-    "optimizer": "optim",
-    "scheduler": "optim.schedule",
-    "activation_checkpointing": "model.activation_checkpointing",
-    "tensorboard": "log.tensorboard",
-    "wandb": "log.wandb",
-    "steps_per_print": "log.every_steps",
-}
+_KEYS = read_settings(Path(__file__).with_name("ds_config_keys.yaml"), "table")
+OWNED_BY_RECIPE: dict[str, str] = _KEYS["owned_by_recipe"]
 """DeepSpeed key that must not be in a ds_config -> the recipe setting that controls it."""
-
-DEFAULTS: Tree = {
-    "zero_optimization": {
-        "stage": 0,
-        "reduce_scatter": True,
-        "round_robin_gradients": False,
-    },
-    "torch_autocast": {"enabled": False},
-    "bf16": {"enabled": False, "check_grad_overflow": True},
-    "fp16": {
-        "enabled": False,
-        "auto_cast": False,
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-    },
-    "communication_data_type": "fp32",
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-    "wall_clock_breakdown": False,
-    # DeepSpeed enables this timer by default. The timer waits for the device twice per micro-batch,
-    # and nothing in this package reads it.
-    "timers": {"throughput": {"enabled": False}},
-    "checkpoint": {"tag_validation": "Fail"},
-}
+DEFAULTS: Tree = _KEYS["defaults"]
 """Values of keys that change results or speed. They are written into the rendered ds_config unless
 the user's ds_config sets the key."""
-
-OTHER_KEYS = {
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "disable_allgather",
-    "disable_python_gc",
-    "dump_state",
-    "flops_profiler",
-    "log_level",
-    "memory_breakdown",
-    "seq_parallel_communication_data_type",
-}
-TOP_LEVEL = OTHER_KEYS | DEFAULTS.keys()
+TOP_LEVEL = DEFAULTS.keys() | _KEYS["others"]
 """Top-level keys of DeepSpeed 0.19 that are useful for a CLIP trainer and that the recipe does not
 control."""
-
-REFUSED_KEYS = {
-    "amp": "use torch_autocast",
-    "bfloat16": "use bf16",
-    "elasticity": "DeepSpeed 0.19 has removed it",
-    "sparse_gradients": "DeepSpeed 0.19 has removed it",
-    "managed_gradient_accumulation": "the training step manages gradient accumulation",
-    "gradient_allreduce_op": "the losses rely on the mean over ranks",
-    "data_types": "gradients are accumulated in the precision of the parameters",
-    "compile": "use model.compile of the recipe",
-    "prescale_gradients": "DeepSpeed supports it only at ZeRO 0-1; the mean over ranks is the same without it",
-    "gradient_predivide_factor": "DeepSpeed supports it only at ZeRO 0-2; the mean over ranks is the same without it",
-    "zero_optimization.zenflow": "it applies a different gradient",
-    "zero_optimization.zero_quantized_gradients": "it rounds gradients to 4 bits",
-    "zero_optimization.zero_quantized_weights": "it rounds weights to 8 bits",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights to 8 bits",
-    "zero_optimization.compute_grad_norm": "clipping and the metrics need the norm",
-    "bf16.bf16_master_weights_and_grads": "the master weights and gradients must be fp32",
-    "bf16.bf16_optimizer_states": "the optimizer states must be fp32",
-    "bf16.immediate_grad_update": "it applies gradients before the optimizer step",
-    "fp16.fp16_master_weights_and_grads": "the master weights and gradients must be fp32",
-    "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY instead",
-}
+REFUSED_KEYS: dict[str, str] = _KEYS["refused"]
 """Refused key (as section.key if it is inside a section) -> the reason, for the error message."""
-
-NEUTRAL: dict[str, Any] = {
-    "managed_gradient_accumulation": True,
-    "gradient_allreduce_op": "mean",
-    "gradient_predivide_factor": 1.0,
-    "zero_optimization.compute_grad_norm": True,
-}
-"""Refused key -> the value that changes nothing and is therefore accepted. Refused keys that are not listed here are
-accepted with the value false."""
 
 
 def merge(base: Tree, changes: Tree) -> Tree:
@@ -192,13 +110,22 @@ def check_ds_config(ds_config: Tree) -> None:
     """
     if problems := list(_find_problems(ds_config)):
         raise ValueError("\n  ".join(problems))
-    _check_values(ds_config)
     check_precision(ds_config)
+    _check_values(ds_config)
 
 
 def _find_problems(ds_config: Tree) -> Iterator[str]:
     """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
-    sections = {"": TOP_LEVEL} | _section_keys()
+    sections = {
+        "": TOP_LEVEL,
+        "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
+        "timers": {"throughput"},
+    }
+    for section, model in _section_models().items():
+        fields = model.model_fields
+        sections[section] = fields.keys() | {
+            field.alias for field in fields.values() if field.alias
+        }
     for section, known in sections.items():
         part = ds_config.get(section, {}) if section else ds_config
         if not isinstance(part, dict):
@@ -221,7 +148,7 @@ def _is_neutral(key: str, value: Any) -> bool:
     """Return whether this value of a key in REFUSED_KEYS has no effect, so that the ds_config is accepted."""
     if isinstance(value, dict):
         value = any(value.values())
-    neutral = NEUTRAL.get(key, False)
+    neutral = _KEYS["neutral"].get(key, False)
     return bool(value.lower() == neutral if isinstance(value, str) else value == neutral)
 
 
@@ -231,7 +158,6 @@ def _check_values(ds_config: Tree) -> None:
     Raises:
         ValueError: If a value is invalid. The message names the key, unless a number is not finite.
     """
-    zero_stage(ds_config)
     for section, model in _section_models().items():
         given = ds_config.get(section, {})
         try:
@@ -317,15 +243,3 @@ def _section_models() -> dict[str, type[BaseModel]]:
         "comet": CometConfig,
         "csv_monitor": CSVConfig,
     }
-
-
-def _section_keys() -> dict[str, set[str]]:
-    """Map each section to the keys that DeepSpeed reads in it."""
-    known = {
-        "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
-        "timers": {"throughput"},
-    }
-    for section, model in _section_models().items():
-        fields = model.model_fields
-        known[section] = fields.keys() | {field.alias for field in fields.values() if field.alias}
-    return known

@@ -62,8 +62,8 @@ def check_config(tree: Tree, origin: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(".".join(map(str, item["loc"])), item) for item in error.errors()]
-        raise ValueError(f"{origin}: " + "\n  ".join(problems)) from None
+        problems = "\n  ".join(map(_explain, error.errors()))
+        raise ValueError(f"{origin}: {problems}") from None
 
 
 def find_recipe(recipe: str | Path) -> Path:
@@ -75,17 +75,18 @@ def find_recipe(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
-    known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
+    known = {item.stem: item for item in sorted((PACKAGE / "recipes").glob("*.yaml"))}
     if str(recipe) not in known:
         hint = did_you_mean(str(recipe), known)
         raise ValueError(
             f"unknown recipe {shorten(recipe)!r}{hint}; bundled recipes: {', '.join(known)}"
         )
-    return PACKAGE / "recipes" / f"{recipe}.yaml"
+    return known[str(recipe)]
 
 
-def _explain(key: str, item: Any) -> str:
-    """Return the message for one item of pydantic's ValidationError. `key` is the dotted name of the setting."""
+def _explain(item: Any) -> str:
+    """Return the message for one item of pydantic's ValidationError."""
+    key = ".".join(map(str, item["loc"]))
     *outer, name = item["loc"] or ("recipe",)
     if item["type"] == "extra_forbidden":
         explained = explain_word(str(name))

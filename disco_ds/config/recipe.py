@@ -239,9 +239,10 @@ class EvalSettings(Settings):
     @property
     def sets(self) -> list[str]:
         """Locations of all evaluation sets: folders, csv files or bundled sets."""
-        with_text = (*self.labeled.values(), *self.retrieval.values(), *self.validation.values())
-        probes = (path for probe in self.probes.values() for path in (probe.train, probe.test))
-        return [*with_text, *probes]
+        sets = [*self.labeled.values(), *self.retrieval.values(), *self.validation.values()]
+        for probe in self.probes.values():
+            sets += [probe.train, probe.test]
+        return sets
 
     @model_validator(mode="after")
     def _check_names(self) -> EvalSettings:
@@ -596,15 +597,13 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end(step, samples))
+        rule = f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
+        if self.optim.lr:
+            rule = ""
         lines = []
         for config in self.stage_configs:
             if not self.stages or (config.samples or 0) > samples:
                 until = f"until {config.samples:,} samples: " if self.stages else ""
-                rule = (
-                    ""
-                    if self.optim.lr
-                    else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
-                )
                 lines.append(
                     f"{until}global batch {config.global_batch:,} = {plural(ranks, 'rank')} x micro-batch "
                     f"{config.micro_batch:,} x {config.num_micro_batches(ranks)} per step, "

@@ -108,36 +108,27 @@ def read_settings(path: Path, what: str) -> Tree:
     return tree
 
 
-def split_override(item: str) -> tuple[list[str], Any]:
-    """Split `a.b=value` into its keys and its parsed value.
-
-    Raises:
-        ValueError: If the text does not have this form.
-    """
-    key, separator, text = item.partition("=")
-    keys = key.split(".")
-    if not separator or not all(keys):
-        raise ValueError(f"override {item!r} is not of the form a.b=value")
-    return keys, parse(text, f"override {item!r}")
-
-
 def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """Split several overrides and sort them by the number of keys.
+    """Split overrides `a.b=value` into their keys and parsed values, and sort them by the number of keys.
 
     Shorter paths come first, so that `optim={...}` does not undo `optim.lr=...`.
 
     Raises:
-        ValueError: If a key is given twice.
+        ValueError: If an override does not have this form, or a key is given twice.
     """
-    found = [split_override(item) for item in items]
-    keys = [each for each, _ in found]
-    for key in keys:
-        if keys.count(key) > 1:
+    found: dict[str, Any] = {}
+    for item in items:
+        key, separator, text = item.partition("=")
+        if not separator or not all(key.split(".")):
+            raise ValueError(f"override {item!r} is not of the form a.b=value")
+        if key in found:
             raise ValueError(
-                f"{'.'.join(key)} is given twice: give it once. If the value contains {{a..b}} or {{a,b}}, "
+                f"{key} is given twice: give it once. If the value contains {{a..b}} or {{a,b}}, "
                 "quote it, because a shell turns it into several overrides otherwise."
             )
-    return sorted(found, key=lambda override: len(override[0]))
+        found[key] = parse(text, f"override {item!r}")
+    split = [(key.split("."), value) for key, value in found.items()]
+    return sorted(split, key=lambda override: len(override[0]))
 
 
 def assign(tree: Tree, keys: list[str], value: Any) -> None:

@@ -65,13 +65,10 @@ def expand(text: str) -> str:
     Raises:
         ValueError: If a variable is not set.
     """
-
-    def value(found: re.Match[str]) -> str:
+    for found in VARIABLE.finditer(text):
         name = found[1] or found[2]
         if name not in os.environ:
             raise ValueError(
                 f"the environment variable {name} is not set; in a URL, write %24 for a literal $"
             )
-        return os.environ[name]
-
-    return VARIABLE.sub(value, text)
+    return os.path.expandvars(text)

@@ -8,5 +8,3 @@ results     what is recorded and printed      probes      accuracy of classifier
 from disco_ds.eval.encode import ImageSet
 from disco_ds.eval.results import Result, describe, record
 from disco_ds.eval.sets import evaluate_sets, load_sets
-
-__all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record"]

@@ -52,7 +52,7 @@ def evaluation_settings(
     ]
     if recipe is None:
         recipe = found[0] if found and not weights else EVALUATION
-    config = load_config(recipe, list(overrides))
+    config = load_config(recipe, overrides)
     if not config.eval.sets:
         raise ValueError(
             "nothing to evaluate on; set eval.labeled.NAME=FOLDER, eval.retrieval.NAME=FOLDER or "

@@ -291,11 +291,10 @@ def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     from timm.data import ImageNetInfo
 
     # timm lists the wnids in the order of the class numbers, as open_clip lists the names.
-    wnids = ImageNetInfo().label_names()
-    numbers = list(map(str, range(len(wnids))))
-    if labels == numbers or set(labels) <= set(wnids):
-        keys = numbers if labels == numbers else wnids
-        names = dict(zip(keys, IMAGENET_CLASSNAMES, strict=True))
+    names = dict(zip(ImageNetInfo().label_names(), IMAGENET_CLASSNAMES, strict=True))
+    if labels == list(map(str, range(len(names)))):
+        return dict(zip(labels, IMAGENET_CLASSNAMES, strict=True))
+    if names.keys() >= set(labels):
         return {label: names[label] for label in labels}
     span = f"{labels[0]} ... {labels[-1]}"
     logger.warning("eval.labeled.%s: using the sub-folders' names (%s) as class names", name, span)

@@ -25,11 +25,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +122,7 @@ class AnomalyDetector:
         if value > find_limit(recent, by_factor=name == "grad_norm"):
             message = (
                 f"{name.replace('grad_', 'gradient ')} {value:.4g} is far above the median of the "
-                f"last {len(recent)} steps, {statistics.median(recent):.4g}"
+                f"last {len(recent)} steps, {np.median(recent):.4g}"
             )
             if self.skip:
                 message += "; the batch is skipped"
@@ -165,15 +164,14 @@ class AnomalyDetector:
             repeat: Whether to report the anomaly at every check at which it is present.
         """
         known = self.state["known"]
-        is_new = anomaly not in known
-        if message and is_new:
-            known.append(anomaly)
-        elif not message and not is_new:
-            known.remove(anomaly)
-        if message and (is_new or repeat):
+        if message and (repeat or anomaly not in known):
             self.write_values(step, {f"anomaly/{anomaly}": value})
             if comm.rank() == 0:
                 logger.warning("step %d: %s", step, message)
+        if anomaly in known:
+            known.remove(anomaly)
+        if message:
+            known.append(anomaly)
 
 
 def find_limit(recent: Sequence[float], by_factor: bool) -> float:
@@ -188,16 +186,15 @@ def find_limit(recent: Sequence[float], by_factor: bool) -> float:
     """
     if len(recent) < MIN_HISTORY:
         return math.inf
-    values = [math.log(max(x, TINY)) for x in recent] if by_factor else recent
-    median = statistics.median(values)
-    changes = [after - first for first, after in pairwise(values)]
-    typical = statistics.median(changes)
-    mad = statistics.median(abs(change - typical) for change in changes)
+    values = np.log(np.maximum(recent, TINY)) if by_factor else np.array(recent)
+    median = np.median(values)
+    changes = np.diff(values)
+    mad = np.median(abs(changes - np.median(changes)))
     # A change is the difference of two values, so its noise is sqrt(2) times that of a value.
     deviation = 1.4826 * mad / math.sqrt(2)
     least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
     limit = median + max(MIN_DEVIATIONS * deviation, least)
-    return math.exp(limit) if by_factor else limit
+    return float(np.exp(limit) if by_factor else limit)
 
 
 def share_of_equal_texts(tokens: Tensor, features: Tensor) -> Tensor:

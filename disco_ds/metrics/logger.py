@@ -143,7 +143,17 @@ class MetricsLogger:
             self.file.flush()
         except OSError as error:
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
-        self._write_events(record)
+        points = [
+            (name if "/" in name else f"train/{name}", float(value), record["samples"])
+            for name, value in record.items()
+            if isinstance(value, int | float) and name not in ("step", "samples")
+        ]
+        for name, write in list(self.writers.items()):
+            try:
+                write(points)
+            except Exception as error:
+                logger.warning("%s gets no more points until the run is resumed: %s", name, error)
+                del self.writers[name]
 
     def _describe(self, record: dict[str, Any]) -> str:
         """Return the progress line of a record."""
@@ -160,20 +170,6 @@ class MetricsLogger:
         if dropped >= 0.005 * samples:
             words.append(f"{dropped / (dropped + samples):.0%} dropped")
         return "  ".join(filter(None, words))
-
-    def _write_events(self, record: dict[str, Any]) -> None:
-        samples = int(record["samples"])
-        points = [
-            (name if "/" in name else f"train/{name}", float(value), samples)
-            for name, value in record.items()
-            if isinstance(value, int | float) and name not in ("step", "samples")
-        ]
-        for name, write in list(self.writers.items()):
-            try:
-                write(points)
-            except Exception as error:
-                logger.warning("%s gets no more points until the run is resumed: %s", name, error)
-                del self.writers[name]
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:

@@ -7,13 +7,13 @@ a picture is drawn, so it does not slow down the start of training.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ STYLE: list[Any] = [
 ]
 Curves = dict[str, list[tuple[float, float]]]
 """Name of a metric -> its points (number of samples, value)."""
+Example = tuple[NDArray[numpy.uint8], str, list[str]]
+"""An image [H, W, 3], its label, and predicted labels from best to worst."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +64,13 @@ def log_errors(what: str) -> Iterator[None]:
         logger.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
-def save_examples(
-    folder: Path, name: str, examples: Sequence[tuple[NDArray[numpy.uint8], str, list[str]]]
-) -> None:
+def save_examples(folder: Path, name: str, examples: Sequence[Example]) -> None:
     """Save evaluated images for the report.
 
     Args:
         folder: The run folder.
         name: Name of the evaluation set.
-        examples: (image [H, W, 3], label, predicted labels from best to worst).
+        examples: The images with their labels and predictions.
     """
     images, labels, best = zip(*examples, strict=True)
     numpy.savez_compressed(folder / EXAMPLES, name=name, image=images, label=labels, best=best)
@@ -91,15 +91,14 @@ def write_report(folder: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no {METRICS_FILE}")
     records = read_records(path)
-    examples: dict[str, Any] = {}
-    if (folder / EXAMPLES).exists():
-        with numpy.load(folder / EXAMPLES) as saved:
-            examples = dict(saved)
     last = records[-1] if records else {"step": 0, "samples": 0}
     state = "finished" if (folder / FINISHED).exists() else "not finished"
     title = f"{folder.resolve().name}: {last['step']:,} steps, {last['samples']:,} samples, {state}"
-    if examples:
-        title += f"; images of {examples['name']} with the nearest labels below"
+    examples: list[Example] = []
+    if (folder / EXAMPLES).exists():
+        with numpy.load(folder / EXAMPLES) as saved:
+            examples += zip(saved["image"], saved["label"], saved["best"], strict=True)
+            title += f"; images of {saved['name']} with the nearest labels below"
     with style.context(STYLE), warnings.catch_warnings():
         # The font may lack characters of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
@@ -119,27 +118,24 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
     return curves
 
 
-def draw_report(curves: Curves, examples: dict[str, Any]) -> Any:
+def draw_report(curves: Curves, examples: Sequence[Example]) -> Any:
     """Return a matplotlib Figure with the panels of PANELS that have curves, and the examples."""
     from matplotlib.figure import Figure
 
-    panels = {
-        label: [name for pattern in patterns for name in curves if fnmatchcase(name, pattern)]
-        for label, patterns in PANELS.items()
-    }
-    panels = {label: names for label, names in panels.items() if names}
+    panels = []
+    for label, patterns in PANELS.items():
+        names = [name for pattern in patterns for name in fnmatch.filter(curves, pattern)]
+        if names:
+            panels.append((label, names))
     panel_rows = math.ceil(len(panels) / 3) or 1
-    image_rows = math.ceil(len(examples.get("label", ())) / 6)
-    heights = [3.5] * panel_rows + [1.7] * image_rows
+    heights = [3.5] * panel_rows + [1.7] * math.ceil(len(examples) / 6)
     figure = Figure((14, sum(heights)), dpi=110, layout="constrained")
     grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
-    for number, (label, names) in enumerate(panels.items()):
-        row, column = divmod(number, 3)
-        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
-        draw_panel(axes, label, curves, names)
-    columns = [examples.get(name, ()) for name in ("image", "label", "best")]
-    for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
-        draw_example(figure.add_subplot(grid[number // 6, number % 6]), *example)
+    for number, (label, names) in enumerate(panels):
+        row, column = divmod(2 * number, 6)
+        draw_panel(figure.add_subplot(grid[row, column : column + 2]), label, curves, names)
+    for number, example in enumerate(examples, 6 * panel_rows):
+        draw_example(figure.add_subplot(grid[number]), *example)
     return figure
 
 
@@ -157,9 +153,8 @@ def draw_panel(axes: Any, label: str, curves: Curves, names: Sequence[str]) -> N
         means = numpy.array([part.mean(axis=0) for part in parts])
         color = line.get_color()
         axes.plot(*means.T, ".-", color=color, linewidth=1.8, label=name.removeprefix("eval/"))
-        if name.endswith("_top1"):
-            for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
-                axes.axhline(chance, color=color, linestyle="--", linewidth=1)
+        if chance := curves.get(f"{name.removesuffix('_top1')}_chance"):
+            axes.axhline(chance[-1][1], color=color, linestyle="--", linewidth=1)
     axes.set(xlabel="samples seen", ylabel=label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if label.startswith(("accuracy", "R@1")):
@@ -169,7 +164,7 @@ def draw_panel(axes: Any, label: str, curves: Curves, names: Sequence[str]) -> N
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
 
 
-def draw_example(axes: Any, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
+def draw_example(axes: Any, image: NDArray[numpy.uint8], label: str, best: Sequence[str]) -> None:
     """Draw an image with its label above it and the nearest labels below it, each marked as right or wrong."""
     axes.imshow(image, interpolation="nearest")
     guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in best]

@@ -91,12 +91,12 @@ METRICS = (
     Metric("loss", show="loss {:.4f}".format),
     Metric("i2t_accuracy", show="i2t {:.1%}".format),
     Metric("t2i_accuracy", show="t2i {:.1%}".format),
-    Metric("scale", lambda now, since: now.scale.item(), show="scale {:.2f}".format),
-    Metric("bias", lambda now, since: None if now.bias is None else now.bias.item()),
+    Metric("scale", lambda now, since: now.scale, show="scale {:.2f}".format),
+    Metric("bias", lambda now, since: now.bias),
     Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format),
     Metric(
         "grad_norm",
-        lambda now, since: None if now.grad_norm is None else now.grad_norm.item(),
+        lambda now, since: now.grad_norm,
         show=lambda value: "norm skipped" if value is None else f"norm {value:.3f}",
     ),
     Metric(
@@ -141,8 +141,11 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
 
     Collective: every rank must call this at the same step.
     """
-    losses = {name: value.item() for name, value in now.metrics.items()}
-    values = {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
+    values: dict[str, Any] = dict(now.metrics)
+    values |= {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value.item()
     ids = int(digest(now.index.cpu()))
     ranks = comm.gather_objects({"ids": ids, **values})
     reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "mean": fmean}
@@ -150,7 +153,7 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
         if metric.over_ranks != "same" and values[metric.name] is not None:
             values[metric.name] = reduce[metric.over_ranks](rank[metric.name] for rank in ranks)
     total = sum(rank["ids"] for rank in ranks)
-    return {"ids": f"{total % 2**64:016x}", **losses, **values}
+    return {"ids": f"{total % 2**64:016x}", **values}
 
 
 def digest(index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log a run to Weights & Biases: its settings, points, report and final state.
+"""Log a run to Weights & Biases: its settings, points and final state.
 
 This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run. W&B also drops
 the monitor's points when a resumed run repeats steps. Only rank 0 talks to W&B. An error may cost points, but it never
@@ -7,13 +7,10 @@ stops the run. The package wandb is imported only if a run asks for it.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from disco_ds.config import Config
 from disco_ds.config.text_file import write_text
@@ -25,8 +22,6 @@ WANDB_ID = "wandb_id.txt"
 UPLOAD_S = "120"
 """Maximum wait for uploads at the end of a run, in seconds; the other ranks wait as well."""
 
-logger = logging.getLogger(__name__)
-
 
 def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | None:
     """Start or resume the W&B run that log.wandb asks for, on rank 0. Collective.
@@ -34,7 +29,7 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     Args:
         config: The recipe.
         folder: The run folder.
-        stack: When it is closed, the W&B run ends with the exit code WandbRun.exit_code.
+        stack: When it is closed, the W&B run ends. An exception that closes it marks the W&B run as failed.
 
     Raises:
         AgreedError: On every rank, if the package wandb is not installed.
@@ -42,8 +37,11 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     run = None
     with comm.all_or_none("log.wandb"):
         if config.log.wandb.project is not None and comm.rank() == 0:
-            run = WandbRun(config, folder)
-            stack.callback(run.close)
+            import wandb  # noqa: F401 - a missing package is refused
+
+            with log_errors("W&B gets no points until the run is resumed (see docs/logging.md)"):
+                run = WandbRun(config, folder)
+                stack.push(run.close)
     return run
 
 
@@ -59,8 +57,7 @@ class WandbRun:
 
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", UPLOAD_S)
         id_file = folder / WANDB_ID
-        init = partial(
-            wandb.init,
+        self.run = wandb.init(
             project=config.log.wandb.project,
             name=os.environ.get("WANDB_NAME", folder.name),
             id=id_file.read_text(encoding="utf-8") if id_file.exists() else None,
@@ -69,33 +66,15 @@ class WandbRun:
             config=config.model_dump(mode="json") | {"ranks": comm.size()},
             allow_val_change=True,  # a resumed run may have other settings
         )
-        try:
-            self.run: Any = init()
-        except wandb.errors.Error as error:
-            logger.warning("W&B logs this run offline (see docs/logging.md): %s", error)
-            # Otherwise W&B would consider the id in use.
-            wandb.teardown()
-            self.run = init(mode="offline")
         write_text(id_file, self.run.id)
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
-        self.exit_code = 1
-        """Exit code that `close` reports to W&B; 1 means failed. The caller sets it to 0 at the end of a stage."""
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Log points (name, value, samples). DeepSpeed's monitors have the same method."""
-        if events:
-            values = {name: value for name, value, _ in events}
-            self.run.log({"samples": events[0][2], **values})
+        """Log points (name, value, samples), all with the same samples. DeepSpeed's monitors have the same method."""
+        self.run.log({name: value for name, value, _ in events} | {"samples": events[0][2]})
 
-    def write_report(self, samples: int, path: Path) -> None:
-        """Log report.png."""
-        from wandb import Image
-
+    def close(self, failure: type[BaseException] | None, *_: object) -> None:
+        """End the W&B run, and wait up to UPLOAD_S for pending uploads. ExitStack calls this like `__exit__`."""
         with log_errors("W&B"):
-            self.run.log({"samples": samples, "report": Image(str(path))})
-
-    def close(self) -> None:
-        """End the W&B run. Wait up to UPLOAD_S for pending uploads."""
-        with log_errors("W&B"):
-            self.run.finish(exit_code=self.exit_code)
+            self.run.finish(exit_code=int(failure is not None))

@@ -15,7 +15,6 @@ import tempfile
 import types
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from open_clip.factory import add_model_config
 from open_clip.tokenizer import SimpleTokenizer
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
@@ -147,12 +145,11 @@ def _create(
     quick_gelu = choose_quick_gelu(name, settings)
     if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
         logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)
-    logit_scale = config.get("init_logit_scale") if learns_scale else None
-    if logit_scale is None:
-        logit_scale = math.log(initial_scale)
-    logit_bias = initial_bias
-    if initial_bias is not None and config.get("init_logit_bias") is not None:
-        logit_bias = config["init_logit_bias"]
+    logit_scale, logit_bias = math.log(initial_scale), initial_bias
+    if learns_scale:
+        logit_scale = config.get("init_logit_scale", logit_scale)
+    if initial_bias is not None:
+        logit_bias = config.get("init_logit_bias", initial_bias)
     # The weights of a timm tower are for its default image size, so load them before the size changes.
     is_timm = "timm_model_name" in config.get("vision_cfg", {})
     late_size = settings.image_size if weights and is_timm else None
@@ -212,15 +209,15 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
         return
     size = read_preprocessing(model).size
     model.visual.eval()  # BatchNorm refuses to train on one value per channel
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(image=torch.zeros(1, 3, *size))
-    except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
-        raise ValueError(
-            f"model.image_size: the image tower of {settings.name} does not take images of "
-            f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
-            f"in the model's config. {error}"
-        ) from error
+    with (
+        explain_errors(
+            f"model.image_size: the image tower of {settings.name} does not take images of {size[0]} x {size[1]}; "
+            "choose another size, or omit the setting to use the size in the model's config"
+        ),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        model(image=torch.zeros(1, 3, *size))
     model.train()
 
 
@@ -236,29 +233,6 @@ def train(model: Any, mode: bool = True) -> Any:
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             module.eval()
     return model
-
-
-def forward_on_meta(model: Any, side: str, num_tokens: int | None = None) -> None:
-    """Run one sample through one side ("image" or "text") of the model, on meta tensors and without compiling.
-
-    Args:
-        model: The model.
-        side: "image" or "text".
-        num_tokens: Number of tokens of the text, if the text tower does not compute padding. None: the context length.
-    """
-    tensors = {
-        name: each.detach().to("meta")
-        for name, each in chain(model.named_parameters(), model.named_buffers())
-    }
-    inputs: dict[str, Any] = {}
-    if side == "image" or model.two_views:
-        inputs[side] = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
-    else:
-        context = read_text_size(model)[0]
-        inputs[side] = torch.zeros(1, context, dtype=torch.long, device="meta")
-        inputs["lengths"] = np.array([num_tokens or context])
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        functional_call(model, tensors, args=(), kwargs=inputs)
 
 
 def forward(

@@ -34,17 +34,9 @@ class ConvNet(nn.Module):
             nn.Conv2d(3, 32, 5, stride=2, padding=2),
             nn.GroupNorm(32, 32),
             nn.ReLU(inplace=True),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.GroupNorm(64, 64),
-            nn.MaxPool2d(2),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(64, 128, 3, padding=1),
-            nn.GroupNorm(128, 128),
-            nn.MaxPool2d(2),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(128, 128, 3, padding=1),
-            nn.GroupNorm(128, 128),
-            nn.ReLU(inplace=True),
+            *_make_layer(32, 64, nn.MaxPool2d(2)),
+            *_make_layer(64, 128, nn.MaxPool2d(2)),
+            *_make_layer(128, 128),
         )
         self.norm = nn.LayerNorm(4 * 4 * 128)
         self.head = nn.Linear(4 * 4 * 128, num_classes)
@@ -58,6 +50,15 @@ class ConvNet(nn.Module):
         """Turn images x [b, 3, 32, 32] into [b, num_classes]."""
         x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointing else self.body(x)
         return self.head(self.norm(x.flatten(1)))
+
+
+def _make_layer(num_inputs: int, num_outputs: int, *pooling: nn.Module) -> list[nn.Module]:
+    return [
+        nn.Conv2d(num_inputs, num_outputs, 3, padding=1),
+        nn.GroupNorm(num_outputs, num_outputs),
+        *pooling,
+        nn.ReLU(inplace=True),
+    ]
 
 
 @register_model

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.func import functional_call
 
 from disco_ds.distributed import comm
-from disco_ds.models.clip import forward_on_meta, read_text_size, trained_sides
+from disco_ds.models.clip import read_preprocessing, read_text_size, trained_sides
 from disco_ds.models.gpus import recognize
 
 logger = logging.getLogger(__name__)
@@ -55,22 +58,35 @@ def peak_samples_per_s(
     return at
 
 
-def count_flops(model: Any, num_tokens: float | None = None) -> int:
+def count_flops(model: Any, num_tokens: int | None = None) -> int:
     """Count the floating-point operations of one sample's forward and backward.
 
     Only matrix multiplications and convolutions are counted, without the attention of packed texts, which is about 1%
-    of a text tower. Operations that are recomputed in backward count only once. The model runs on tensors without data
-    and is not changed.
+    of a text tower. Operations that are recomputed in backward count only once. The model runs on meta tensors, without
+    compiling, and is not changed.
 
     Args:
         model: The model.
-        num_tokens: Mean number of tokens of a text, for towers that do not compute padding. None: the context length.
+        num_tokens: Number of tokens of the text, for towers that do not compute padding. None: the context length.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    tensors = {
+        name: each.detach().to("meta")
+        for name, each in chain(model.named_parameters(), model.named_buffers())
+    }
+    image = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
+    context = read_text_size(model)[0]
+    text = torch.zeros(1, context, dtype=torch.long, device="meta")
+    inputs = {"image": image, "text": image if model.two_views else text}
     total = 0
     for side, trains in trained_sides(model).items():
-        with FlopCounterMode(display=False) as counter:
-            forward_on_meta(model, side, None if num_tokens is None else round(num_tokens))
+        given = {side: inputs[side], "lengths": np.array([num_tokens or context])}
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            functional_call(model, tensors, args=(), kwargs=given)
         total += counter.get_total_flops() * (3 if trains else 1)
     return total

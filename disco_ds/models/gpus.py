@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from disco_ds.config import PACKAGE
+from disco_ds.config.recipe_yaml import read_settings
 from disco_ds.names import did_you_mean
 
 
@@ -25,28 +27,8 @@ class Gpu:
     """GB/s that the GPU can receive from the other GPUs of its host."""
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100-40G", 39.4, "A100-SXM4-40GB", 312, 19.5, 300),
-        Gpu("A100-80G", 79.1, "A100-SXM4-80GB", 312, 19.5, 300),
-        Gpu("A100-PCIe-40G", 39.4, "A100-PCIE-40GB", 312, 19.5, 32),
-        Gpu("A100-PCIe", 79.1, "A100 80GB PCIe", 312, 19.5, 32),
-        Gpu("H100-80G", 79.1, "H100 80GB HBM3", 989, 67, 450),
-        Gpu("H100-PCIe", 79.1, "H100 PCIe", 756, 51, 64),
-        Gpu("H100-NVL", 93.0, "H100 NVL", 835, 60, 64),
-        Gpu("H200", 139.8, "H200", 989, 67, 450),
-        Gpu("GH200-96G", 94.5, "GH200 480GB", 989, 67, 450),
-        Gpu("B200", 178.3, "B200", 2250, 75, 900),
-        Gpu("L4", 22.0, "L4", 121, 30.3, 32),
-        Gpu("L40S", 44.4, "L40S", 362, 91.6, 32),
-        Gpu("A10G", 22.0, "A10G", 70, 35, 32),
-        Gpu("RTX-4090", 23.5, "RTX 4090", 165, 82.6, 32),
-        Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 32),
-    )
-}
-"""Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s means PCIe 4, and 64 GB/s
-means PCIe 5. NVLink bridges are not counted, because they connect only a few cards."""
+_TABLE = read_settings(PACKAGE / "assets" / "gpus.yaml", "table")
+GPUS = {name: Gpu(name, **row) for name, row in _TABLE.items()}
 
 
 def recognize(device: str) -> Gpu | None:

@@ -68,7 +68,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     image = settings.pretrained_image
     path = settings.pretrained
     if str(image) == TIMM:
-        if "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]:
+        if _find_timm_tower(name) is None:
             raise ValueError(
                 f"model.pretrained_image=timm: the image tower of {name} is not from timm; give a file instead"
             )
@@ -105,8 +105,12 @@ def download_weights(name: str, settings: ModelSettings) -> None:
     ):
         open_clip.download_pretrained(open_clip.get_pretrained_cfg(name, str(weights)))
         if str(image_weights) == TIMM:
-            tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
-            timm.create_model(tower, pretrained=True)
+            timm.create_model(_find_timm_tower(name), pretrained=True)
+
+
+def _find_timm_tower(name: str) -> str | None:
+    """Return the name of the image tower in timm; None if open_clip itself has the tower."""
+    return open_clip.get_model_config(name)["vision_cfg"].get("timm_model_name")
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
@@ -134,10 +138,11 @@ def find_preprocessing(name: str, settings: ModelSettings) -> tuple[dict[str, An
     """
     path = settings.pretrained
     keys = ["mean", "std", "interpolation", "resize_mode"]
-    if str(settings.pretrained_image) == TIMM:
-        tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
-        if tag := timm.get_pretrained_cfg(tower, allow_unregistered=True):
-            return {key: getattr(tag, key) for key in keys[:3]}, None
+    is_timm = str(settings.pretrained_image) == TIMM
+    if is_timm and (
+        tag := timm.get_pretrained_cfg(_find_timm_tower(name), allow_unregistered=True)
+    ):
+        return {key: getattr(tag, key) for key in keys[:3]}, None
     known = _read_config(name, path)
     if path is None or known:
         return known, None

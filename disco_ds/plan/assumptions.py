@@ -32,3 +32,6 @@ class Assumptions(BaseModel):
     """Fraction of the GPU's peak rate that is reached (default: as measured on other runs, see docs/planning.md)."""
     bandwidth: float = Field(25.0, gt=0, title="GB/S")
     """Rate at which a GPU receives from other hosts."""
+
+
+DEFAULTS = Assumptions()

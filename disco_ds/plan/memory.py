@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, OptimSettings, Tree, render_ds_config
+from disco_ds.config import Config, Tree, render_ds_config
 from disco_ds.data.batches import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.models.param_groups import PARAMETER_DTYPES
-from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.losses import LossCost, loss_cost
+from disco_ds.plan.assumptions import DEFAULTS, Assumptions
+from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 
 GIB = 2**30
@@ -61,7 +61,7 @@ class Memory:
 
 
 def plan_memory(
-    config: Config, ranks: int, towers: Towers, assumed: Assumptions | None = None
+    config: Config, ranks: int, towers: Towers, assumed: Assumptions = DEFAULTS
 ) -> Memory:
     """Predict the memory of one of `ranks` GPUs.
 
@@ -69,15 +69,14 @@ def plan_memory(
         config: The recipe.
         ranks: Number of GPUs.
         towers: The result of towers.trace for the recipe's micro_batch.
-        assumed: Assumptions of the plan; None: the defaults.
+        assumed: Assumptions of the plan.
 
     Raises:
         ValueError: If the recipe cannot run on this number of ranks, plan/losses.py does not know its loss, or the loss
             needs the number of samples and it is not assumed.
     """
     ds_config = render_ds_config(config, ranks)
-    assumed = assumed or Assumptions()
-    b = config.global_batch // ranks
+    b, K = config.global_batch // ranks, config.num_micro_batches(ranks)
     cost = loss_cost(
         config.loss.name,
         config.loss_options,
@@ -100,9 +99,7 @@ def plan_memory(
         },
         "update": {"features": 3 * features},
     }
-    num_pixels = config.micro_batch * count_on_device(
-        config.num_micro_batches(ranks), config.image_staging
-    )
+    num_pixels = config.micro_batch * count_on_device(K, config.image_staging)
     # The teacher's weights, and its features twice: of each micro-batch, and concatenated.
     teacher = towers.teacher * PARAMETER_DTYPES[config.precision].itemsize
     teacher += 2 * 2 * 4 * b * towers.teacher_width
@@ -115,7 +112,15 @@ def plan_memory(
             moment["loss"] = moment.get("loss", 0) + cost.state
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
         ordered[name] = {part: moment.get(part, 0) for part in PARTS}
-    host |= _plan_host(config, b, towers, cost, int(1000 * assumed.image_kb))
+    # By default, the number of workers depends on the cores of the host, which are unknown here. Any number above 0
+    # needs the same buffers.
+    workers = 1 if config.data.workers is None else config.data.workers
+    buffers = count_buffers(config.data.prefetch, K, config.image_staging, workers, LEAST_AHEAD)
+    host["pixels, in buffers"] = buffers * config.micro_batch * towers.sample
+    if config.image_staging == "compressed":
+        host["images, compressed"] = b * int(1000 * assumed.image_kb)
+    if cost.state_on_host:
+        host["loss"] = cost.state
     return Memory(ordered, host)
 
 
@@ -146,8 +151,12 @@ def _plan_engine(
     converted = flattened // e * sent if sent != e else 0
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 
-    # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
-    num_states = count_moments(config.optim)
+    # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters. For a custom optimizer, two states
+    # are assumed. For Muon, two are counted for every element, although it keeps only one for the elements of hidden
+    # matrices. The average of optim.ema counts as a state.
+    optim = config.optim
+    kept = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
+    num_states = (2 if optim.factory else kept[optim.name]) + (optim.ema is not None)
     states = 4 * share * (1 + num_states) if level else 4 * P * num_states
     parameters = (P + F) * e
     permanent_buffers = 0
@@ -200,35 +209,6 @@ def _plan_engine(
     return moments, host
 
 
-def count_moments(optim: OptimSettings) -> int:
-    """Return how many numbers are kept for each trained element: optimizer states, and the average of optim.ema.
-
-    For a custom optimizer, two states are assumed. For Muon, two are counted for every element, although it keeps only
-    one for the elements of hidden matrices.
-    """
-    moments = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
-    return (2 if optim.factory else moments[optim.name]) + (optim.ema is not None)
-
-
 def _is_offloaded(settings: Any) -> bool:
     """Return whether DeepSpeed's offload_param or offload_optimizer settings offload to the host."""
     return getattr(settings, "device", "none") == "cpu"
-
-
-def _plan_host(
-    config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int
-) -> dict[str, int]:
-    """Predict the bytes that one rank holds on the host for data and loss."""
-    m = config.micro_batch
-    # By default, the number of workers depends on the cores of the host, which are unknown here. Any number above 0
-    # needs the same buffers.
-    workers = 1 if config.data.workers is None else config.data.workers
-    buffers = count_buffers(
-        config.data.prefetch, b // m, config.image_staging, workers, most=LEAST_AHEAD
-    )
-    host = {"pixels, in buffers": buffers * m * towers.sample}
-    if config.image_staging == "compressed":
-        host["images, compressed"] = b * image_bytes
-    if cost.state_on_host:
-        host["loss"] = cost.state
-    return host

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import closing, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from disco_ds.config import Config, check_config
 from disco_ds.config.data import is_remote
-from disco_ds.config.ds_config import merge
 from disco_ds.config.recipe_yaml import dump
 from disco_ds.data import Loader, Share, Source, count_epoch, load_sources
 from disco_ds.data.sources.load import count_slots
@@ -22,10 +20,10 @@ from disco_ds.models.clip import build_tokenizer, read_text_size
 from disco_ds.models.fast.attention import MAX_ROWS
 from disco_ds.models.fast.texts import find_counter, packs
 from disco_ds.models.gpus import Gpu, find_gpu
-from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.towers import Towers, build_fake_model, trace
+from disco_ds.plan.towers import Towers, fake_tensors, prepare_model, trace
 
 Batch = Literal["same", "largest"]
 MICRO_BATCHES = (64, 256, 1024, 4096)
@@ -106,7 +104,7 @@ def plan_run(
     config: Config,
     ranks: int | None = None,
     gpu: str | Gpu = "A100-80G",
-    assumed: Assumptions | None = None,
+    assumed: Assumptions = DEFAULTS,
     search: Batch | None = None,
     host_gib: float | None = None,
 ) -> Plan:
@@ -116,7 +114,7 @@ def plan_run(
         config: The recipe.
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
-        assumed: Assumptions of the plan. None: the defaults of Assumptions.
+        assumed: Assumptions of the plan.
         search: None plans the recipe as it is. "same" searches for the fastest settings for the recipe's global batch.
             "largest" searches for the largest global batch that fits, or for a slightly smaller one that is faster.
         host_gib: Memory of a host in GiB. If it is given, the search also varies image_staging.
@@ -135,8 +133,11 @@ def plan_run(
     ranks = ranks or config.ranks or 1
     if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
-    assumed = assumed or Assumptions()
-    sources = find_sources(config)
+    sources: list[Source] = []
+    # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
+    if all("://" not in str(part.shards) or part.manifest for part in config.data.parts):
+        with suppress(ValueError, OSError):  # this machine may not have the data
+            sources = load_sources(config.data)
     epoch_samples = assumed.data_samples or 0
     if sources and not epoch_samples:
         epoch_samples = count_epoch(config.data, sources)
@@ -149,16 +150,6 @@ def plan_run(
     if epoch_samples:
         config = config.with_samples(epoch_samples)
     return Plan(config, ranks, chosen, assumed, towers)
-
-
-def find_sources(config: Config) -> list[Source]:
-    """Load the sources of the recipe. Return an empty list if this machine cannot read the data."""
-    # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
-    if any("://" in str(part.shards) and not part.manifest for part in config.data.parts):
-        return []
-    with suppress(ValueError, OSError):
-        return load_sources(config.data)
-    return []
 
 
 def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]) -> Assumptions:
@@ -174,7 +165,8 @@ def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]
     is_local = all(part.source == "shards" and not is_remote(str(part.shards)) for part in parts)
     if assumed.text_tokens is None and not (sources and is_local):
         return assumed
-    model = build_fake_model(config)
+    with fake_tensors(config):
+        model: Any = prepare_model(config)
     # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
     is_short = read_text_size(model)[0] <= MAX_ROWS
     packed = packs(getattr(model, "text", model)) and is_short and not model.two_views
@@ -247,15 +239,14 @@ def fit(
 
     def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
         """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
-        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
-        zero = {"zero_optimization": {"stage": level}}
+        zero = config.deepspeed.get("zero_optimization", {}) | {"stage": level}
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
             "image_staging": pixels,
-            "model": model,
+            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
-            "deepspeed": merge(deepcopy(config.deepspeed), zero),
+            "deepspeed": config.deepspeed | {"zero_optimization": zero},
         }
         return config.model_copy(update=update)
 

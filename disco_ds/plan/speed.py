@@ -150,12 +150,10 @@ def hide(comm_s: float, window_s: float, num_buckets: int) -> float:
 
 def _count_engine(ds_config: Tree, ranks: int, K: int, towers: Towers) -> tuple[int, int]:
     """Count the bytes of gradients and of parameters that a rank receives in a step."""
-    level = zero_stage(ds_config)
-    parameters = towers.trained * PARAMETER_DTYPES[precision(ds_config)].itemsize
-    gradients = (
-        towers.trained
-        * PARAMETER_DTYPES[ds_config["communication_data_type"] or precision(ds_config)].itemsize
-    )
+    level, kind = zero_stage(ds_config), precision(ds_config)
+    sent = ds_config["communication_data_type"] or kind
+    parameters = towers.trained * PARAMETER_DTYPES[kind].itemsize
+    gradients = towers.trained * PARAMETER_DTYPES[sent].itemsize
     part = (ranks - 1) / ranks
     if level < 2:  # per step: an all_reduce, and at ZeRO 1 a gather of the updated parameters
         return int(part * 2 * gradients), int(part * level * parameters)

@@ -37,7 +37,7 @@ from disco_ds.models.clip import (
 )
 from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.param_groups import PARAMETER_DTYPES
-from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -222,9 +222,7 @@ def make_batch(
     return batch
 
 
-def trace(
-    config: Config, m: int, like_gpu: bool = True, assumed: Assumptions | None = None
-) -> Towers:
+def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = DEFAULTS) -> Towers:
     """Trace the towers with a micro-batch of m samples, without allocating memory.
 
     Args:
@@ -237,7 +235,6 @@ def trace(
     Raises:
         ValueError: If the model cannot be traced.
     """
-    assumed = assumed or Assumptions()
     student = _trace(config, m, like_gpu, assumed)
     if assumed.text_tokens is not None:
         # Memory must suffice for long texts, but the time depends on the mean length.
@@ -261,20 +258,10 @@ def trace(
     )
 
 
-def build_fake_model(config: Config) -> Any:
-    """Build the recipe's model from fake tensors, which have shapes but no values.
-
-    Raises:
-        ValueError: If the model cannot be built from fake tensors.
-    """
-    with _fake(config, like_gpu=False):
-        return prepare_model(config)
-
-
 def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
     """Trace the recipe's model without its teacher. The arguments are those of `trace`."""
     measured: Counter[str] = Counter()
-    with _fake(config, like_gpu):
+    with fake_tensors(config, like_gpu):
         model = prepare_model(config)
         lengths = plan_lengths(assumed, m, read_text_size(model)[0])
         batch = make_batch(model, m, lengths=lengths)
@@ -331,8 +318,8 @@ def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
 
 
 @contextmanager
-def _fake(config: Config, like_gpu: bool) -> Iterator[None]:
-    """Make every tensor that is created inside the `with` block a fake tensor.
+def fake_tensors(config: Config, like_gpu: bool = False) -> Iterator[None]:
+    """Make every tensor that is created inside the `with` block a fake tensor, which has a shape but no values.
 
     Any error inside the block becomes a ValueError that names the model, except that a ValueError is not changed.
     """

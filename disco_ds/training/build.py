@@ -125,7 +125,6 @@ class Run:
     tokenizer: Any
     description: str
     """For the log: which parts of the towers use this package's faster versions or are compiled, and the teacher."""
-    wandb: WandbRun | None
     saver: Saver
     interrupts: Interrupts
     heartbeat: Heartbeat
@@ -284,7 +283,6 @@ def build(
         image=image,
         tokenizer=tokenizer,
         description=description,
-        wandb=wandb,
         saver=saver,
         interrupts=interrupts or Interrupts(60 * config.checkpoint.every_minutes),
         heartbeat=heartbeat,

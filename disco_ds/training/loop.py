@@ -241,9 +241,7 @@ def finish(run: Run) -> None:
     if comm.rank() != 0:
         return
     with log_errors("report.png was not drawn"):
-        picture = write_report(run.folder)
-        if run.wandb:
-            run.wandb.write_report(num_samples, picture)
+        write_report(run.folder)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")
 

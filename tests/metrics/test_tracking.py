@@ -35,15 +35,6 @@ def note(kind, **values):
         file.write(json.dumps({"kind": kind, **values}, default=vars) + "\\n")
 
 
-class errors:
-    class Error(Exception): pass
-
-
-class Image:
-    def __init__(self, data):
-        self.image = data
-
-
 class Run:
     def __init__(self, id):
         self.id = id
@@ -63,13 +54,9 @@ class Run:
 def init(**given):
     note("init", **given)
     problem = os.environ.get("STAND_IN")
-    if problem == "no network" and given.get("mode") != "offline":
-        raise errors.Error("no such host")
+    if problem == "no network":
+        raise ConnectionError("no such host")
     return Run(given["id"] or "id-of-wandb")
-
-
-def teardown():
-    note("teardown")
 '''
 
 
@@ -157,10 +144,9 @@ def look_at_new_run(path: Path, run: Path) -> None:
     assert head == ["step", "loss"]
     assert [(int(samples), float(loss)) for samples, loss in rows] == losses
     assert len(losses) == 2
-    assert logged("report") == [(32, {"image": str(run / "report.png")})]
 
 
-def test_wandb_gets_settings_points_and_report_and_a_resume_goes_on_in_its_run(
+def test_wandb_gets_settings_and_points_and_a_resume_goes_on_in_its_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
@@ -176,13 +162,7 @@ def test_wandb_gets_settings_points_and_report_and_a_resume_goes_on_in_its_run(
 def troubles(path: Path, folder: Path) -> None:
     use_stand_in(folder)
     train(path, problem="no network")
-    assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == [
-        "init",
-        "teardown",
-        "init",
-    ]
-    assert [call.get("mode") for call in called("init")] == [None, "offline"]
-    assert len(logged("train/loss")) == 2
+    assert [call["kind"] for call in called()] == ["init"]
 
     train(path, problem="dies")
 
@@ -224,8 +204,6 @@ def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
             word in content
             for word in (b"train/loss", b"clip", b"global_batch", b"eval/unseen_top1")
         )
-        media = session / "files" / "media"
-        assert len(list((media / "images").glob("report_*.png"))) == 1
 
 
 def test_blocks_of_the_manual_are_settings() -> None:
