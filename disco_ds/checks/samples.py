@@ -1,4 +1,4 @@
-"""Check a few hundred decoded samples of each source, in the form that the model gets."""
+"""Check every row of a csv file, and a few hundred decoded samples of each source in the form that the model gets."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
 from disco_ds.config.data import is_remote
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
+from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import Sample, SampleKey, find_prepare
 from disco_ds.data.sources.files import Table
@@ -33,6 +34,8 @@ _NUM_READ = 400
 98% probability."""
 _NUM_SHARDS, _NUM_REMOTE = 16, 3
 """Maximum number of shards that are opened: of local ones, and of those that have to be fetched."""
+_NUM_ROWS = 1_000_000
+"""Maximum number of rows of a csv file that are checked."""
 NUM_SHOWN = 24
 """Number of samples that are shown in the picture."""
 _MIN_SAMPLES = 8
@@ -85,6 +88,8 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
     samples: list[Sample] = []
     first_id, num_kept = 0, 0.0
     for part, source in zip(config.data.per_source, sources, strict=True):
+        if isinstance(source, Table):
+            yield check_rows(source, part)
         findings = read_samples(source, part, spec, SampleKey(config.seed, 0, first_id))
         yield describe(part, findings)
         samples += findings.samples
@@ -103,6 +108,33 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
             pairs.append((image, sample["caption"], tokens))
         draw_pairs(pairs, picture)
         yield Line("ok", "picture", f"{len(pairs)} samples: {picture}")
+
+
+def check_rows(table: Table, data: DataSettings) -> Line:
+    """Check the rows of a csv file: whether the image exists and is not empty, and whether there is a caption."""
+    selection = Selection.load(data.model_copy(update={"transforms": None}))
+    rows = range(0, table.num_samples, math.ceil(table.num_samples / _NUM_ROWS))
+    broken = []
+    with closing(table.open()) as reader:
+        for row in rows:
+            try:
+                with breaks_sample(OSError):
+                    values = reader.read_row(row)
+                    members = {name: value.encode() for name, value in values.items()}
+                    selection.apply(members, str)
+                    path = table.find(values[table.image])
+                    if not (path.is_file() and path.stat().st_size):
+                        raise BrokenSample(f"{path} is missing or empty")
+                    pick_caption(data.captions, members, 0.0)
+            except DroppedSample:
+                pass
+            except BrokenSample as error:
+                broken.append(f"{table.path.name}/line {table.lines[row]}: {error}")
+    found = f"{len(rows):,} checked, {len(broken)} broken"
+    if not broken:
+        return Line("ok", "rows", found)
+    status: Status = "fail" if len(broken) > data.max_broken * len(rows) else "warn"
+    return Line(status, "rows", f"{found}; the last: {broken[-1]}", "correct the csv file")
 
 
 def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: SampleKey) -> Findings:

@@ -112,14 +112,14 @@ def embed(options: Embed) -> int:
     if options.score and complete:
         scores = read_scores(options.to)
         order = scores.argsort(kind="stable")
-        print(f"{SCORE} of {len(scores):,} samples: train on data.shards={options.to} and")
-        for percent in (70, 50, 30):
-            first = (100 - percent) * len(order) // 100
-            least = float(scores[order[first]])
-            print(f"the best {percent}%: data.filter='{{{SCORE}: {{min: {least}}}}}'")
-            start = max(first - NUM_SHOWN // 2, 0)
+        quantiles = {p: float(scores[order[p * len(order) // 100]]) for p in (10, 30, 50, 70, 90)}
+        below = ", ".join(f"{p}% are below {score:.2f}" for p, score in quantiles.items())
+        print(f"{SCORE} of {len(scores):,} samples: {below}\ntrain on data.shards={options.to} and")
+        for p in (30, 50, 70):
+            print(f"the best {100 - p}%: data.filter='{{{SCORE}: {{min: {quantiles[p]}}}}}'")
+            start = max(p * len(order) // 100 - NUM_SHOWN // 2, 0)
             pairs = embedder.read_pairs(options.to, scores, order[start : start + NUM_SHOWN])
-            draw_pairs(pairs, options.to / f"best_{percent}.png")
+            draw_pairs(pairs, options.to / f"best_{100 - p}.png")
     return 0
 
 

@@ -273,18 +273,18 @@ def write_csv(folder: Path, num: int, **changed: dict[int, Any]) -> Config:
     return data_of(folder / "pairs.csv", image_key="file", captions={"{title}": 1.0})
 
 
-def test_broken_rows_of_a_csv_are_found(tmp_path: Path) -> None:
-    config = write_csv(tmp_path, 90, title={number: f"same {number % 7}" for number in range(30)})
-    line = the(look_at_data(config), "samples")
-    assert (line.status, "90 read, 0 broken" in line.found) == ("ok", True)
-    assert "67 of 90 are different" in line.found
-    changed = {"title": {50: ""}, "file": {70: "gone.png"}}
-    line = the(look_at_data(write_csv(tmp_path, 90, **changed)), "samples")
-    assert (line.status, "90 read, 2 broken" in line.found) == ("warn", True)
+def test_every_row_of_a_csv_is_checked(tmp_path: Path) -> None:
+    lines = look_at_data(write_csv(tmp_path, 900))
+    assert the(lines, "rows").found == "900 checked, 0 broken"
+    # An empty file, an empty caption and a missing file.
+    changed = {"image": {301: b""}, "title": {505: ""}, "file": {703: "gone.png"}}
+    line = the(look_at_data(write_csv(tmp_path, 900, **changed)), "rows")
+    assert (line.status, line.found[:21]) == ("warn", "900 checked, 3 broken")
     assert "gone.png" in line.found
-    changed["image"] = dict.fromkeys(range(10, 30), b"")
-    line = the(look_at_data(write_csv(tmp_path, 90, **changed)), "samples")
-    assert (line.status, "90 read, 22 broken" in line.found) == ("fail", True)
+    assert "pairs.csv/line 705" in line.found
+    changed["image"] = dict.fromkeys(range(301, 321), b"")
+    line = the(look_at_data(write_csv(tmp_path, 900, **changed)), "rows")
+    assert (line.status, line.found[:22]) == ("fail", "900 checked, 22 broken")
 
 
 def test_one_damaged_image_in_a_hundred_is_found(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_scores_are_mean_cosines_that_the_filter_reads(
     assert len(set(scores)) > 15, "the samples must differ"
     out = capsys.readouterr().out
     ordered = sorted(scores)
-    assert f"similarity of 19 samples: train on data.shards={to} and" in out
+    assert f"10% are below {ordered[1]:.2f}, 30% are below {ordered[5]:.2f}" in out
     for share, cut in ((70, 5), (50, 9), (30, 13)):
         rule = f"{{similarity: {{min: {ordered[cut]}}}}}"
         assert f"the best {share}%: data.filter='{rule}'" in out
