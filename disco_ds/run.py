@@ -22,9 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.keep import Mirror
 from disco_ds.config import Config, find_late
-from disco_ds.config.secrets import redact
-from disco_ds.distributed import comm
-from disco_ds.distributed.deepspeed_quirks import release
+from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.hosts import check_agreement, check_code, share_host
 from disco_ds.distributed.launcher import SIGNALS, Interrupts, adopt_slurm
@@ -35,7 +33,7 @@ from disco_ds.runs.messages import log_only, say, show
 from disco_ds.runs.run_folder import AUTO, mark_launch
 from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import Run, build
-from disco_ds.training.loop import describe_memory, finish, train
+from disco_ds.training.loop import finish, train
 
 
 def run_training(
@@ -154,7 +152,7 @@ def train_session(
                 _end(run, launch_id, 0)
             else:  # the uploads continue in the next stage
                 uploads, run.saver.uploads = run.saver.uploads, None
-            release(run.engine)
+            deepspeed_quirks.release(run.engine)
         if run.is_last_stage:
             return run.folder
         resume, allow_change, is_first_stage = str(run.folder), (), False
@@ -211,7 +209,13 @@ def _explain(error: Exception, run: Run | None, is_first_stage: bool) -> Excepti
     """
     if comm.is_out_of_memory(error):
         phase = run.heartbeat.progress.doing if run else "building"
-        return torch.OutOfMemoryError(describe_memory(error, phase))
+        # torch's first line lists the memory of the device and of this process.
+        first_line = str(error).partition("\n")[0]
+        return torch.OutOfMemoryError(
+            f"out of memory in {phase}: {first_line}\n"
+            f"  disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
+            "--fit FOLDER writes a recipe that fits"
+        )
     if run is None and isinstance(error, ValueError):
         return (comm.RefusedError if is_first_stage else comm.AgreedError)(str(error))
     if isinstance(error, LossContractError) and comm.size() == 1:
@@ -226,7 +230,7 @@ def _report(error: Exception, is_command: bool) -> None:
         show(f"rank {comm.rank()} is {error}", f"error on {host}")
     if isinstance(error, comm.AgreedError) and comm.rank() == 0:
         is_requested = isinstance(error, comm.AskedToStopError)
-        log_only(redact(str(error)), logging.INFO if is_requested else logging.ERROR)
+        log_only(str(error), logging.INFO if is_requested else logging.ERROR)
         if is_command:
             show(error, host if is_requested else f"error on {host}")
 
@@ -315,6 +319,6 @@ def evaluate_run(
         except ValueError as error:
             raise comm.RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
+        in_precision(module, config.precision)
         spec = read_image_spec(module)
-        module = in_precision(module, config.precision)
         return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)

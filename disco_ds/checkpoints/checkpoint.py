@@ -17,9 +17,10 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Checkpoint:
 
     def states(self, kind: str) -> list[Tree]:
         """Return one kind of state of every rank. With many ranks, call this on one rank only if possible."""
-        return [self.read_rank(rank)[kind] for rank in range(len(self.rank_files))]
+        return [self.load(name)[kind] for name in self.rank_files]
 
     def verify(self, names: Iterable[str]) -> None:
         """Check these files against their recorded checksums. Files that have been checked before are skipped.
@@ -140,35 +141,17 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
-def open_verified(path: Path, check: Callable[[Tree], None]) -> Checkpoint:
-    """Open a checkpoint and verify all of its files. The files are divided among the ranks. Collective.
-
-    Args:
-        path: The checkpoint folder.
-        check: Called with the content of checkpoint.json before the other files are read. It raises
-            ValueError to refuse the checkpoint.
+def verify_on_all_ranks(saved: Checkpoint) -> None:
+    """Verify all files of a checkpoint. The files are divided among the ranks. Collective.
 
     Raises:
-        DamagedError: On every rank, if any rank finds a file missing, changed or unreadable.
-        ValueError: On every rank, if `check` raises it or the format version does not match.
+        DamagedError: On every rank, if any rank finds a file changed or unreadable.
     """
-    what = "verifying the checkpoint"
-    meta: Tree = {}
-    with comm.all_or_none(what, DamagedError):
-        if comm.rank() == 0:
-            meta = read_meta(path)
-    meta = comm.broadcast(meta)
-    # Check the settings first: verifying a large checkpoint takes minutes, which a refusal would waste.
-    with comm.all_or_none(f"checkpoint {path}"):
-        check_format(path, meta)
-        check(meta)
-    saved = Checkpoint(path, meta)
-    names = sorted(meta["files"])
-    mine = names[comm.rank() :: comm.size()]
+    names = sorted(saved.meta["files"])
+    local_names = names[comm.rank() :: comm.size()]
     # Computing the checksum of a large file on a slow disk may take longer than the timeout of collectives.
-    jobs.run(what, lambda: saved.verify(mine), DamagedError)
+    jobs.run("verifying the checkpoint", partial(saved.verify, local_names), DamagedError)
     saved.verified.update(names)
-    return saved
 
 
 def _has_accelerator() -> bool:

@@ -11,7 +11,6 @@ model is refused. This check also catches architectures that the code below does
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 import shutil
 import string
@@ -157,21 +156,18 @@ def export_run(
         raise ValueError(f"{to} exists already; choose a new folder")
     weights = read_weights(run, ema)
     model: Any = build_from(weights)
-    exported = model
     tokenizer = build_tokenizer(weights.settings, model)
-    if layout == "transformers":
-        exported = convert(model, weights.name)
-    else:
-        _check_image_size(model, weights.architecture)
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
         partial.mkdir(parents=True)
         if layout == "transformers":
-            exported.save_pretrained(partial)
-            write_processor(partial, model, tokenizer, exported)
+            converted = convert(model, weights.name)
+            converted.save_pretrained(partial)
+            write_processor(partial, model, tokenizer, converted)
         else:
-            _write_open_clip(partial, weights, exported, tokenizer)
+            _check_image_size(model, weights.architecture)
+            _write_open_clip(partial, weights, model, tokenizer)
         readme = _render_readme(to.name, weights, layout)
         (partial / "README.md").write_text(readme, encoding="utf-8")
         # safetensors creates files that only their owner may read.
@@ -219,22 +215,21 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
 def _render_readme(folder: str, weights: Weights, layout: Layout) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     architecture = weights.architecture
-    sections, module, library = HEAD + USES[layout], "", str(layout)
+    body, library, module, first = USES[layout], str(layout), "", ""
     if "factory" in architecture:
-        sections, library = HEAD + CUSTOM, "disco_ds"
+        body, library = CUSTOM, "disco_ds"
     elif timm.is_model(name := architecture["vision_cfg"].get("timm_model_name", "")):
         module = timm.model_entrypoint(name).__module__
-    is_custom = bool(module) and not module.startswith("timm")
-    if is_custom:
-        sections = HEAD + NOTE + USES[layout]
-    return sections.format(
+        if not module.startswith("timm"):
+            body, first = NOTE + body, f"import {module}\n"
+    return (HEAD + body).format(
         folder=folder,
         name=weights.name,
         origin=weights.origin.name,
         library=library,
         factory=architecture.get("factory"),
         module=module,
-        first=f"import {module}\n" if is_custom else "",
+        first=first,
     )
 
 
@@ -258,7 +253,13 @@ def convert(model: Any, name: str) -> Any:
         f"model {name} ({towers}) has parts that transformers' CLIPModel and SiglipModel lack"
     ):
         converted = _build(model, text)
-        _load(converted, model)
+        tensors = _rename(model.state_dict())
+        # CLIPModel cannot store a bias, so drop it. SiglipModel needs a bias, so use 0 if the model has none.
+        # Neither changes the ranking of the scores.
+        bias = tensors.pop("logit_bias", torch.zeros(1))
+        if hasattr(converted, "logit_bias"):
+            tensors["logit_bias"] = bias
+        converted.load_state_dict(tensors)
         difference = _compare(model.eval(), text, converted.eval())
         if difference > _TOLERANCE:
             raise RuntimeError(f"the converted model's features differ by {difference:.1g}")
@@ -271,7 +272,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) ->
     Raises:
         ValueError: If transformers has no equivalent image processing or tokenizer.
     """
-    transformers: Any = importlib.import_module("transformers")
+    import transformers
 
     look = read_preprocessing(model)
     height, width = look.size
@@ -286,7 +287,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) ->
         )
     size = {"height": height, "width": width}
     if look.resize_mode == "squash":
-        images: Any = transformers.SiglipImageProcessor(size=size, **common)
+        images = transformers.SiglipImageProcessor(size=size, **common)
     else:
         images = transformers.CLIPImageProcessor(
             size={"shortest_edge": min(look.size)}, crop_size=size, **common
@@ -301,7 +302,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any, converted: Any) ->
 
 
 def _convert_tokenizer(tokenizer: Any) -> Any:
-    transformers: Any = importlib.import_module("transformers")
+    import transformers
 
     if isinstance(tokenizer, HFTokenizer):
         converted = copy.deepcopy(tokenizer.tokenizer)
@@ -324,9 +325,9 @@ def _convert_tokenizer(tokenizer: Any) -> Any:
 
 def _canonicalize(tokenizer: Any) -> Any:
     """Return a tokenizer that also cleans texts as open_clip does for SigLIP: lowercase, without punctuation."""
+    import transformers
     from tokenizers import Regex, normalizers
 
-    transformers: Any = importlib.import_module("transformers")
     backend = tokenizer.backend_tokenizer
     steps = [
         normalizers.Replace("_", " "),
@@ -349,7 +350,7 @@ def _canonicalize(tokenizer: Any) -> Any:
 
 def _build(model: Any, text: Any) -> Any:
     """Build the transformers model with the architecture of this model and its text tower."""
-    transformers: Any = importlib.import_module("transformers")
+    import transformers
 
     trunk = getattr(model.visual, "trunk", None)
     patches = next(part for part in model.visual.modules() if isinstance(part, nn.Conv2d))
@@ -396,21 +397,6 @@ def _name_activation(activation: nn.Module) -> str:
         return "gelu_pytorch_tanh"
     # With any other activation, the features differ, so `convert` refuses the model.
     return "quick_gelu" if isinstance(activation, QuickGELU) else "gelu"
-
-
-def _load(converted: Any, model: Any) -> None:
-    """Copy the tensors of `model` into `converted`.
-
-    Raises:
-        RuntimeError: If either model has tensors that the other lacks, or shapes differ.
-    """
-    tensors = _rename(model.state_dict())
-    # CLIPModel cannot store a bias, so drop it. SiglipModel needs a bias, so use 0 if the model has none.
-    # Neither changes the ranking of the scores.
-    bias = tensors.pop("logit_bias", torch.zeros(1))
-    if hasattr(converted, "logit_bias"):
-        tensors["logit_bias"] = bias
-    converted.load_state_dict(tensors)
 
 
 def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from disco_ds.config import Tree
-from disco_ds.runs.run_folder import CHECKPOINTS, META, STEP
+from disco_ds.runs.run_folder import CHECKPOINTS, META, list_complete, step_of
 
 FORMAT = 8
 """Version of the checkpoint format. Only checkpoints of this version can be read."""
@@ -100,20 +100,6 @@ def check_format(path: Path, meta: Tree) -> None:
         )
 
 
-def step_of(path: Path) -> int:
-    """Return the step N of a folder called step-N."""
-    return int(path.name.removeprefix("step-"))
-
-
-def list_complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder, ordered by step.
-
-    Copies that a user made under another name, such as step-00000100-best, are not included.
-    """
-    named = [path for path in (folder / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted((path for path in named if (path / META).is_file()), key=step_of)
-
-
 def find_latest(folder: Path) -> Path:
     """Return the latest complete checkpoint of a run folder.
 
@@ -130,8 +116,6 @@ def find_latest(folder: Path) -> Path:
 
 def find_older(path: Path) -> Path | None:
     """Return the latest complete checkpoint of the same run that is older than this one, or None."""
-    if not STEP.fullmatch(path.name):
-        return None
     older = [other for other in list_complete(path.parents[1]) if step_of(other) < step_of(path)]
     return older[-1] if older else None
 
@@ -144,7 +128,7 @@ def set_aside(path: Path) -> None:
         number += 1
         aside = first.with_name(f"{first.name}-{number}")
     path.rename(aside)
-    logger.warning("%s is set aside as %s", path, aside.name)
+    logger.warning(f"{path} is set aside as {aside.name}")
 
 
 def remove_checkpoints(
@@ -262,7 +246,7 @@ class Mirror:
     def close(self) -> None:
         """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
         for path in self.pending:
-            logger.warning("%s was not uploaded in time", path)
+            logger.warning(f"{path} was not uploaded in time")
         self.pending.clear()
         if self._process is not None:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -292,7 +276,7 @@ class Mirror:
 
     def _finish(self, path: Path, problem: str) -> None:
         if problem:
-            logger.warning("%s is not uploaded: %s", path, problem)
+            logger.warning(f"{path} is not uploaded: {problem}")
         with suppress(OSError):
             (path / HANDLED).touch()
         self.pending.remove(path)

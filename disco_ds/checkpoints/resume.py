@@ -1,28 +1,19 @@
-"""Resume a run: find a checkpoint in the run folder, compare its settings, and restore the engine from it."""
+"""Find the checkpoint from which a run resumes, and compare its settings. state.py loads its content."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed import DeepSpeedEngine as Engine
-from torch import nn
-
 from disco_ds.checkpoints import keep
-from disco_ds.checkpoints.checkpoint import Checkpoint, open_verified, restore_rng
-from disco_ds.checkpoints.keep import DamagedError
-from disco_ds.checkpoints.state import load_trained, load_untrained
+from disco_ds.checkpoints.checkpoint import Checkpoint, verify_on_all_ranks
 from disco_ds.config import Config, OptimSettings, Tree
 from disco_ds.distributed import comm
 from disco_ds.distributed.hosts import flatten
-from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import split_resume
-
-logger = logging.getLogger(__name__)
 
 DATA_MAY_CHANGE = {
     "workers",
@@ -110,20 +101,25 @@ def find_checkpoint(
         "run folder", lambda: split_resume(resume)[1] or keep.find_latest(folder)
     )
 
-    def check(meta: Tree) -> None:
-        # Compare with the stage of the checkpoint's last sample. The sample after it may belong to the next stage.
-        stage = config.at_sample(meta["samples"] - 1)
-        refuse_changes(meta["identity"], identify(stage), allow_change)
-        last_step, _ = config.find_end(meta["step"], meta["samples"])
-        if meta["step"] > last_step:
-            raise ValueError(
-                f"{path} is at step {meta['step']}, but the run would end at step {last_step}"
-            )
-
     while True:
         try:
-            return open_verified(path, check)
-        except DamagedError as error:
+            read_meta = partial(keep.read_meta, path)
+            meta = comm.from_rank_0("verifying the checkpoint", read_meta, keep.DamagedError)
+            # Check the settings first: verifying a large checkpoint takes minutes, which a refusal would waste.
+            with comm.all_or_none(f"checkpoint {path}"):
+                keep.check_format(path, meta)
+                # Compare with the stage of the checkpoint's last sample. The next one may belong to the next stage.
+                stage = config.at_sample(meta["samples"] - 1)
+                refuse_changes(meta["identity"], identify(stage), allow_change)
+                last_step, _ = config.find_end(meta["step"], meta["samples"])
+                if meta["step"] > last_step:
+                    raise ValueError(
+                        f"{path} is at step {meta['step']}, but the run would end at step {last_step}"
+                    )
+            saved = Checkpoint(path, meta)
+            verify_on_all_ranks(saved)
+            return saved
+        except keep.DamagedError as error:
             damage = error
         older = comm.from_rank_0("run folder", partial(keep.find_older, path))
         if older is None:
@@ -133,8 +129,7 @@ def find_checkpoint(
         # Only an unattended run falls back by itself. A user may prefer to restore the damaged file.
         if not unattended:
             raise ValueError(f"{damage}; --resume {older} resumes from the previous checkpoint")
-        if comm.rank() == 0:
-            logger.warning("%s; trying the previous one, %s", damage, older.name)
+        comm.warn(f"{damage}; trying the previous one, {older.name}")
         path = older
 
 
@@ -163,44 +158,12 @@ def log_changes(saved: Checkpoint, num_steps: int, identity: Tree, shape: Tree) 
         identity: This run's settings that must stay the same on resume, in the stage in which the checkpoint was saved.
         shape: The result of shape_of for this run.
     """
-    if comm.rank() != 0:
-        return
     changes = find_changes(
         {**saved.meta["identity"], **saved.meta["shape"], "steps": saved.meta["num_steps"]},
         {**identity, **shape, "steps": num_steps},
     )
     for name, (old, new) in changes.items():
-        logger.warning("from step %d on, %s is %r instead of %r", saved.step, name, new, old)
-
-
-def restore(
-    saved: Checkpoint, config: Config, model: nn.Module, build_engine: Callable[[], Engine]
-) -> Engine:
-    """Build the engine and load the checkpoint into it. Collective.
-
-    If the number of ranks, the ZeRO settings, the precision and the image size have not changed, the random generators
-    are restored too, so the resumed run is bit-identical to an uninterrupted one. Otherwise, random draws, such as
-    dropout, differ.
-
-    Args:
-        saved: The checkpoint.
-        config: Settings of this run.
-        model: The model that the engine will train.
-        build_engine: Builds the engine around the model. It is called once.
-
-    Raises:
-        ValueError: On every rank, if the checkpoint does not fit the model or cannot be read.
-    """
-    architecture = read_architecture(config.model)
-    is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
-    is_same = saved.meta["shape"] == shape_of(config, comm.size()) and not is_resized
-    # Do this before the engine is built: at ZeRO 3, an engine leaves each rank only a part of each parameter.
-    load_untrained(saved, model)
-    engine = build_engine()
-    load_trained(saved, engine, is_same)
-    if is_same:
-        restore_rng(saved.read_rank(comm.rank())["rng"])
-    return engine
+        comm.warn(f"from step {saved.step} on, {name} is {new!r} instead of {old!r}")
 
 
 # Settings that must stay the same
@@ -287,9 +250,9 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
         raise ValueError("--allow-change needs --resume: a new run accepts any settings")
     for name in allowed:
         if not is_within(name, MAY_BE_ALLOWED):
-            known = ", ".join(sorted(MAY_BE_ALLOWED))
             raise ValueError(
-                f"--allow-change {name}: not a setting that may change within a run; choose from: {known}"
+                f"--allow-change {name}: not a setting that may change within a run; choose from: "
+                + ", ".join(sorted(MAY_BE_ALLOWED))
             )
 
 

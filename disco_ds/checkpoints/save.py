@@ -21,8 +21,8 @@ from a GPU faster, but torch rounds the size of each pinned tensor up to a power
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -38,21 +38,19 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from disco_ds.checkpoints import keep
 from disco_ds.checkpoints.checkpoint import read_rng
 from disco_ds.checkpoints.keep import ENGINE, FORMAT, Mirror, seal, set_aside
 from disco_ds.config import CheckpointSettings, Tree
 from disco_ds.config.text_file import write_text
-from disco_ds.distributed import comm, jobs
-from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
+from disco_ds.distributed import comm, deepspeed_quirks, jobs
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.runs.run_folder import CHECKPOINTS, META
 
 MAX_FAILED_SAVES = 2
 """Number of consecutive saves that may fail. If one more save fails, the run stops."""
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -175,8 +173,7 @@ class Saver:
             with self._waiting(step):
                 self._finish()
         except comm.AgreedError as error:
-            if comm.rank() == 0:
-                logger.warning("the save in progress failed: %s", error)
+            comm.warn(f"the save in progress failed: {error}")
         if self.settings.copy_command:
             self.heartbeat.mark(step, "waiting for uploads")
             wait = self.uploads.wait if self.uploads else lambda seconds: None
@@ -237,12 +234,9 @@ class Saver:
         self._remove_old(self.settings.keep_last)
         if last or self.num_failed > MAX_FAILED_SAVES:
             raise error
-        if comm.rank() == 0:
-            logger.warning(
-                "step %d is not saved: %s; training continues and the next save tries again",
-                step,
-                error,
-            )
+        comm.warn(
+            f"step {step} is not saved: {error}; training continues and the next save tries again"
+        )
 
     def _remove_old(self, keep_last: int | None) -> int:
         """Remove old checkpoints and the files of failed saves in a thread of rank 0. Collective.
@@ -280,8 +274,8 @@ def copy_state(
     folder: Path,
     engine: Engine,
     state: RunState,
-    host: HostCopy | None = None,
-    tidy: Callable[[], object] = lambda: None,
+    host: HostCopy | None,
+    tidy: Callable[[], object],
 ) -> Save:
     """Copy the state of all ranks for a checkpoint, which Save.run then writes. Collective.
 
@@ -298,7 +292,7 @@ def copy_state(
     """
     final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
-    files = collect_checkpoint(engine, partial, ENGINE)
+    files = deepspeed_quirks.collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
         files[rank_file] = {"rng": read_rng(), "data": state.data, "loss": state.loss}
@@ -321,19 +315,20 @@ class HostCopy:
         Raises:
             RuntimeError: If there is not enough memory.
         """
-        # tree_flatten would otherwise descend into a torch.Size, which would be rebuilt as a plain tuple.
-        leaves, structure = tree_flatten(state, is_leaf=lambda node: isinstance(node, torch.Size))
-        copies = []
-        for number, leaf in enumerate(leaves):
+        numbers = itertools.count()
+
+        def copy(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                copies.append(deepcopy(leaf))
-                continue
-            copy = self._tensors.get(number)
-            if copy is None or copy.shape != leaf.shape or copy.dtype != leaf.dtype:
+                return deepcopy(leaf)
+            number = next(numbers)
+            memory = self._tensors.get(number)
+            if memory is None or memory.shape != leaf.shape or memory.dtype != leaf.dtype:
                 # The copy needs a separate storage: torch.save writes a tensor's whole storage, even for a slice.
-                copy = self._tensors[number] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            copies.append(copy.copy_(leaf.detach()))
-        return tree_unflatten(copies, structure)
+                memory = self._tensors[number] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            return memory.copy_(leaf.detach())
+
+        # tree_map would otherwise descend into a torch.Size, and rebuild it as a plain tuple.
+        return tree_map(copy, state, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
 @dataclass

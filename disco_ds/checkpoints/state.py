@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import Checkpoint
 from disco_ds.config import Tree
-from disco_ds.distributed import comm
-from disco_ds.distributed.deepspeed_quirks import refresh_weights
+from disco_ds.distributed import comm, deepspeed_quirks
 
 AVERAGE = "ema"
 """Name of the optimizer state that contains the exponential moving average of the weights."""
@@ -105,7 +104,7 @@ def read_fragments(saved: Checkpoint, ranks: Iterable[int] | None = None) -> Fra
                 if stage == 3:
                     # This rank's shares of the parameters are concatenated. The shares of the last ranks are padded.
                     share = math.ceil(size.numel() / num_ranks)
-                    numel = max(0, min(share, size.numel() - rank * share))
+                    _, _, numel = find_overlap(0, size.numel(), rank, share)
                     fragments[name].append(Fragment(states, offset, numel))
                     offset += share
                 else:
@@ -118,10 +117,11 @@ def read_fragments(saved: Checkpoint, ranks: Iterable[int] | None = None) -> Fra
 
 
 def find_overlap(offset: int, numel: int, rank: int, part_size: int) -> tuple[int, int, int]:
-    """Find which part of a parameter a rank holds at ZeRO 1 and 2.
+    """Find which part of a parameter a rank holds.
 
     Args:
-        offset: Position of the parameter in the concatenation of its group.
+        offset: Position of the parameter in the concatenation that is divided among the ranks: at ZeRO 1 and 2, that of
+            its group. At ZeRO 3, each parameter is divided separately, so this is 0.
         numel: Number of elements of the parameter.
         rank: The rank.
         part_size: Number of elements that each rank holds.
@@ -154,24 +154,20 @@ def load_optimizer(saved: Checkpoint, rank: int) -> tuple[Tree, Tree]:
     return file, file["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
 
 
-def join(fragments: list[Fragment], keys: Iterable[str] | None = None) -> States:
-    """Join a parameter's fragments into whole, flat fp32 states. A single number, such as `step`, is unchanged.
+def join(fragments: list[Fragment], key: str) -> Any:
+    """Join a parameter's fragments into one whole, flat fp32 state. A single number, such as `step`, is unchanged.
 
     Args:
         fragments: The fragments, in rank order.
-        keys: The states to join; None means all.
+        key: The state to join.
 
     Raises:
-        ValueError: If a state is a tensor that does not have one number per element of the parameter.
+        ValueError: If the state is a tensor that does not have one number per element of the parameter.
     """
-    first = fragments[0].states
-    joined = {}
-    for key in first if keys is None else keys:
-        joined[key] = first[key]
-        if is_flat(first[key]):
-            parts = [_narrow(each, key, 0, each.numel) for each in fragments]
-            joined[key] = torch.cat(parts).float()
-    return joined
+    value = fragments[0].states[key]
+    if not is_flat(value):
+        return value
+    return torch.cat([_narrow(each, key, 0, each.numel) for each in fragments]).float()
 
 
 def is_flat(value: Any) -> bool:
@@ -219,7 +215,7 @@ def read_tensors(saved: Checkpoint, ema: bool = False) -> dict[str, Tensor]:
         sizes |= group
     tensors = read_untrained(saved, fragments.keys())
     for name, parts in fragments.items():
-        tensors[name] = join(parts, [key])[key].view(sizes[name])
+        tensors[name] = join(parts, key).view(sizes[name])
     return tensors
 
 
@@ -286,7 +282,8 @@ def load_trained(saved: Checkpoint, engine: Engine, is_same: bool) -> None:
             local = find_local(engine, parameter)
             numel = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 sets ds_numel
             if not is_same and sum(each.numel for each in parts) != numel:
-                parts = [Fragment(resize(join(parts), engine.module), 0, numel)]
+                whole = {key: join(parts, key) for key in parts[0].states}
+                parts = [Fragment(resize(whole, engine.module), 0, numel)]
             _copy_states(parts, local, is_same, states[local.tensor])
         file, optimizer = load_optimizer(saved, comm.rank() if is_same else 0)
         _load_optimizer_states(engine, states, optimizer["param_groups"])
@@ -295,7 +292,7 @@ def load_trained(saved: Checkpoint, engine: Engine, is_same: bool) -> None:
         counters = load_model(saved)
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, counters[name])
-    refresh_weights(engine)
+    deepspeed_quirks.refresh_weights(engine)
 
 
 def _copy_states(
@@ -388,16 +385,13 @@ def find_local(engine: Engine, parameter: Any) -> LocalPart:
     if stage == 3:
         group, position, share = zero.grad_position[zero.get_param_id(parameter)]
         # The shares of the last ranks may extend beyond the end of the parameter, as padding.
-        start = min(comm.rank() * share, parameter.ds_numel)
-        numel = min(share, parameter.ds_numel - start)
+        start, _, numel = find_overlap(0, parameter.ds_numel, comm.rank(), share)
         return LocalPart(zero.fp32_partitioned_groups_flat[group], start, position, numel)
     # DeepSpeed's own parameter._hp_mapping is wrong with round_robin_gradients.
     for group, parameters in enumerate(zero.round_robin_bit16_groups):
-        offsets = zero.round_robin_bit16_offsets[group]
-        for offset in [
-            at for each, at in zip(parameters, offsets, strict=True) if each is parameter
-        ]:
+        offsets = dict(zip(parameters, zero.round_robin_bit16_offsets[group], strict=True))
+        if parameter in offsets:
             flat = zero.single_partition_of_fp32_groups[group]
-            part = find_overlap(offset, parameter.numel(), comm.rank(), flat.numel())
+            part = find_overlap(offsets[parameter], parameter.numel(), comm.rank(), flat.numel())
             return LocalPart(flat, *part)
     raise KeyError("the engine does not train this parameter")

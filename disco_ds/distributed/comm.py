@@ -358,13 +358,10 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
 
 # A ring of ranks
 
-Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
-"""Type of the argument `visit` of `circulate`."""
-
 
 def circulate(
     block: Sequence[Tensor],
-    visit: Visit,
+    visit: Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]],
     join: Callable[[list[Tensor], list[Tensor]], None],
     group: Group = None,
 ) -> list[Tensor]:
@@ -458,6 +455,11 @@ def gather_objects(item: Any) -> list[Any]:
     return items
 
 
+def ranks_where(condition: bool) -> list[int]:
+    """Return the ranks on which a condition is true. Collective."""
+    return [number for number, is_true in enumerate(gather_objects(condition)) if is_true]
+
+
 def broadcast(item: Any) -> Any:
     """Return the picklable object that rank 0 passed, on every rank. Collective."""
     items = [item]
@@ -498,21 +500,30 @@ def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[No
         raise agreed(f"{what}{where}: {reports[failed[0]][0]}")
 
 
-def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
+def from_rank_0(
+    what: str, work: Callable[[], Result], agreed: type[Exception] = AgreedError
+) -> Result:
     """Call `work` on rank 0 only and return its picklable result on every rank. Collective.
 
     Args:
         what: What `work` does. The error message starts with it.
         work: The function to call.
+        agreed: Type of the error that all ranks raise.
 
     Raises:
-        AgreedError: On every rank, if `work` fails.
+        AgreedError: On every rank, if `work` fails. If `agreed` is given, it replaces this type.
     """
     result: Any = None
-    with all_or_none(what):
+    with all_or_none(what, agreed):
         if rank() == 0:
             result = work()
     return broadcast(result)
+
+
+def warn(text: str) -> None:
+    """Log a warning on rank 0 only."""
+    if rank() == 0:
+        logging.getLogger("disco_ds").warning(text)
 
 
 def join_ranks(ranks: Iterable[int]) -> str:

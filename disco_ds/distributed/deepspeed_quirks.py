@@ -96,10 +96,8 @@ def widen_bucket(engine: Engine) -> None:
         return
     if engine.global_rank == 0:
         logger.warning(
-            "reduce_bucket_size is raised from %d to %d, the size of the largest parameter: at ZeRO 2 with "
-            "overlap_comm DeepSpeed would free its gradient too early",
-            size,
-            largest,
+            f"reduce_bucket_size is raised from {size} to {largest}, the size of the largest parameter: at ZeRO 2 with "
+            "overlap_comm DeepSpeed would free its gradient too early"
         )
     engine.optimizer.reduce_bucket_size = largest
 
@@ -116,11 +114,11 @@ def clear_padding(engine: Engine) -> None:
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             continue
-        mine = safe_get_local_fp32_param(parameter)
-        used = max(parameter.ds_numel - engine.global_rank * mine.numel(), 0)
-        if used < mine.numel():
-            cleared = torch.cat([mine[:used], torch.zeros_like(mine[used:])])
-            safe_set_local_fp32_param(parameter, cleared)
+        part = safe_get_local_fp32_param(parameter)
+        used = max(parameter.ds_numel - engine.global_rank * part.numel(), 0)
+        if used < part.numel():
+            part[used:] = 0
+            safe_set_local_fp32_param(parameter, part)
             parameter.ds_tensor.data[used:] = 0
 
 

@@ -6,7 +6,6 @@ do the work themselves, but call a short collective every few seconds until ever
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ TURN_S = 2.0
 """Maximum time that a rank waits for its job before the next collective. It is far below the collectives' timeout."""
 LOG_EVERY_S = 60.0
 Result = TypeVar("Result")
-logger = logging.getLogger(__name__)
 
 
 def start(work: Callable[[], Result]) -> Future[Result]:
@@ -47,14 +45,14 @@ def wait_for_all(job: Future[Result], what: str) -> None:
     begin = logged = time.monotonic()
     while True:
         futures.wait([job], TURN_S)
-        running = [rank for rank, done in enumerate(comm.gather_objects(job.done())) if not done]
+        running = comm.ranks_where(not job.done())
         if not running:
             return
         now = time.monotonic()
-        if comm.rank() == 0 and now - logged >= LOG_EVERY_S:
+        if now - logged >= LOG_EVERY_S:
             logged = now
-            logger.warning(
-                "%s: still waiting for %s after %.0f s", what, comm.join_ranks(running), now - begin
+            comm.warn(
+                f"{what}: still waiting for {comm.join_ranks(running)} after {now - begin:.0f} s"
             )
 
 

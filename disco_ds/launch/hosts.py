@@ -135,7 +135,6 @@ def _ask(launch: str, command: Sequence[str]) -> int | None:
             text=True,
             errors="replace",
             timeout=REACH_S,
-            check=False,
         ).stdout
     except subprocess.TimeoutExpired:
         return None

@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from disco_ds.checkpoints.keep import list_complete
 from disco_ds.config import Config, load_config
 from disco_ds.distributed.launcher import die_with_parent
 from disco_ds.launch.hosts import (
@@ -43,7 +42,7 @@ from disco_ds.launch.hosts import (
 )
 from disco_ds.launch.packing import pack
 from disco_ds.runs.messages import fail_rank
-from disco_ds.runs.run_folder import FINISHED, LAUNCHED, META, split_resume
+from disco_ds.runs.run_folder import FINISHED, LAUNCHED, META, list_complete, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options that make ssh notice within 20 s that a host is cut off.
@@ -154,10 +153,9 @@ def supervise(
         stuck = stuck + 1 if attempt and written == previous else 0
         if signals.count or stuck == MAX_STUCK or attempt == args.restarts:
             break
-        remaining = wait(hosts)
-        if remaining is None:
+        hosts = wait(hosts)
+        if hosts is None:
             break
-        hosts = remaining
         # Do not use "latest", because another run of this name may have started in the meantime.
         resume = str(folder) if newest else args.resume
         start = "the beginning"

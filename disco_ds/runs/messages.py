@@ -32,8 +32,8 @@ def say(text: str) -> None:
 
 
 def log_only(text: str, level: int = logging.ERROR) -> None:
-    """Log a message that is printed elsewhere, such as an error."""
-    _messages.log(level, text)
+    """Log a message that is printed elsewhere, such as an error, without secrets."""
+    _messages.log(level, redact(text))
 
 
 class _Handler(logging.FileHandler):

@@ -100,6 +100,20 @@ def refuse_other_name(folder: Path, name: str) -> None:
         )
 
 
+def step_of(path: Path) -> int:
+    """Return the step N of a folder called step-N."""
+    return int(path.name.removeprefix("step-"))
+
+
+def list_complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a run folder, ordered by step.
+
+    Copies that a user made under another name, such as step-00000100-best, are not included.
+    """
+    named = [path for path in (folder / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted((path for path in named if (path / META).is_file()), key=step_of)
+
+
 def find_newest(runs: Path, name: str) -> Path | None:
     """Return the newest folder among runs/name, runs/name-2, ... that is finished or has a complete checkpoint.
 
@@ -120,11 +134,10 @@ def find_newest(runs: Path, name: str) -> Path | None:
                 folders.append((int(match.group(1) or 1), config.parent))
     unfinished = list[str]()
     for _, folder in sorted(folders, reverse=True):
-        checkpoints = (path.parent for path in folder.glob(f"{CHECKPOINTS}/*/{META}"))
-        if (folder / FINISHED).exists() or any(STEP.fullmatch(path.name) for path in checkpoints):
+        if (folder / FINISHED).exists() or list_complete(folder):
             if unfinished:
                 skipped = ", ".join(unfinished)
-                logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
+                logger.warning(f"resuming {folder}; without a checkpoint: {skipped}")
             return folder
         unfinished.append(str(folder))
     return None

@@ -15,13 +15,7 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.runs.messages import write_log
-from disco_ds.runs.run_folder import (
-    CONFIG,
-    FINISHED,
-    find_run_folder,
-    lock_folder,
-    make_run_folder,
-)
+from disco_ds.runs.run_folder import CONFIG, FINISHED, find_run_folder, lock_folder, make_run_folder
 
 
 class FinishedError(ValueError):

@@ -5,7 +5,6 @@ The training loop is in loop.py.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from typing import Any
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-from disco_ds.checkpoints.checkpoint import Checkpoint
+from disco_ds.checkpoints.checkpoint import Checkpoint, restore_rng
 from disco_ds.checkpoints.keep import Mirror
 from disco_ds.checkpoints.resume import (
     find_changes,
@@ -25,18 +24,12 @@ from disco_ds.checkpoints.resume import (
     identity_of,
     log_changes,
     refuse_unchangeable,
-    restore,
     set_newer_aside,
     shape_of,
 )
 from disco_ds.checkpoints.save import RunState, Saver
-from disco_ds.config import (
-    Config,
-    Schedule,
-    Tree,
-    make_schedule,
-    render_ds_config,
-)
+from disco_ds.checkpoints.state import load_trained, load_untrained
+from disco_ds.config import Config, Schedule, Tree, make_schedule, render_ds_config
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -56,8 +49,7 @@ from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
 from disco_ds.distributed.launcher import Interrupts
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.model import read_image_spec, read_input_spec
-from disco_ds.losses import build_loss
-from disco_ds.losses.base import Loss
+from disco_ds.losses import Loss, build_loss
 from disco_ds.losses.kernels.similarity import find_problem as find_kernel_problem
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
@@ -83,22 +75,10 @@ from disco_ds.models.pretrained import (
 from disco_ds.names import load_custom
 from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
-from disco_ds.training.engine import (
-    Engine,
-    EngineTowers,
-    build_engine,
-    learning_rate,
-    prepare,
-)
+from disco_ds.training.engine import Engine, EngineTowers, build_engine, learning_rate, prepare
 from disco_ds.training.optimizer import drop_average
-from disco_ds.training.teacher import (
-    FrozenTeacher,
-    RunTeacher,
-    StoredTeacher,
-    are_equal,
-)
+from disco_ds.training.teacher import FrozenTeacher, RunTeacher, StoredTeacher, are_equal
 
-logger = logging.getLogger(__name__)
 SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
 
 
@@ -184,7 +164,13 @@ def build(
         newest = comm.from_rank_0("run folder", partial(find_newest, config.runs, config.name))
         resume = str(newest) if newest else None
         unattended = True
-    check_settings(config)
+    for stage in config.stage_configs:
+        # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
+        # of the run folder, which does not exist yet.
+        render_ds_config(stage, comm.size())
+    if config.optim.factory:
+        with comm.all_or_none("optimizer"):
+            load_custom(config.optim.factory)
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
         loss = make_loss(config).to(comm.local_device())
     with comm.all_or_none("data"):
@@ -209,11 +195,10 @@ def build(
         description += f"\nteacher: {teacher.description}"
     loader = build_loader(config, sources, model, tokenizer, share, saved, teacher)
     stack.callback(loader.close)
-    if 0 < loader.num_samples < config.global_batch and comm.rank() == 0:
-        logger.warning(
-            "global_batch=%d is larger than the data (%d samples), so a batch contains some samples twice",
-            config.global_batch,
-            loader.num_samples,
+    if 0 < loader.num_samples < config.global_batch:
+        comm.warn(
+            f"global_batch={config.global_batch} is larger than the data ({loader.num_samples} samples), so a batch "
+            "contains some samples twice"
         )
     loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
@@ -225,7 +210,7 @@ def build(
         dump_records_to(heartbeat.folder)
         ds_config = write_settings(recipe, config, folder)
         wandb = open_wandb(recipe, folder, stack)
-        engine = start_engine(config, model, loss, ds_config, saved)
+        engine = start_engine(config, model, loss, ds_config, saved, shape)
         if saved:
             # Compare the checkpoint with the recipe's settings for the stage in which it was saved. If that
             # stage has ended, a comparison with the new stage would log its planned changes as unexpected.
@@ -287,21 +272,6 @@ def build(
         interrupts=interrupts or Interrupts(60 * config.checkpoint.every_minutes),
         heartbeat=heartbeat,
     )
-
-
-def check_settings(config: Config) -> None:
-    """Check the settings of every stage before anything is loaded. Collective.
-
-    Raises:
-        ValueError: On every rank, if there is a mistake in the settings.
-    """
-    for each in config.stage_configs:
-        # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
-        # of the run folder, which does not exist yet.
-        render_ds_config(each, comm.size())
-    if config.optim.factory:
-        with comm.all_or_none("optimizer"):
-            load_custom(config.optim.factory)
 
 
 def plan_schedule(config: Config, saved: Checkpoint | None) -> Schedule:
@@ -458,8 +428,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     assert settings is not None
     if settings.settings is None:
         stages = [stage.data for stage in config.stage_configs]
-        find = partial(find_stored, stages, settings, sources)
-        stored = comm.from_rank_0("teacher", find)
+        stored = comm.from_rank_0("teacher", partial(find_stored, stages, settings, sources))
         assert stored
         return StoredTeacher(settings, stored, comm.local_device())
     # A loss that needs a bias initializes it to -log(global_batch - 1), which is 0 for a global batch of 2. The bias
@@ -467,7 +436,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
     model, tokenizer, description = build_towers(own, loss, restored=False)
     identity = settings.model_dump(mode="json", include={"model", "weight"})
-    identity["weights"] = hash_weights(model)
+    identity |= {"weights": hash_weights(model)}
     description = f"{settings.model}; {description}"
     placed = model.to(comm.local_device())
     return FrozenTeacher(placed, tokenizer, config.precision, description, identity)
@@ -513,31 +482,51 @@ def identify(
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
         def identify_stage(stage: Config) -> Tree:
-            found = identity_of(stage, data, read_architecture(stage.model))
-            found |= {"model.preprocess": preprocess}
-            return found | {"teacher": teacher.identity} if teacher else found
+            return {
+                **identity_of(stage, data, read_architecture(stage.model)),
+                "model.preprocess": preprocess,
+                "teacher": teacher and teacher.identity,
+            }
 
         found = identify_stage(config)
     # All ranks already agree on the paths, but the files at a path may differ between hosts.
     same = ("data.shards", "model.config", "model.preprocess", "teacher")
-    check_agreement({key: found.get(key) for key in same}, SAME_FILES)
+    check_agreement({key: found[key] for key in same}, SAME_FILES)
     return identify_stage
 
 
 def start_engine(
-    config: Config, model: nn.Module, loss: Loss, ds_config: Tree, saved: Checkpoint | None
+    config: Config,
+    model: nn.Module,
+    loss: Loss,
+    ds_config: Tree,
+    saved: Checkpoint | None,
+    shape: Tree,
 ) -> Engine:
     """Build the engine. Collective.
 
-    On resume, also restore the engine and the loss, and set aside checkpoints that are newer than `saved`.
+    On resume, also restore the engine and the loss, and set aside checkpoints that are newer than `saved`. If `shape`
+    and the image size have not changed, the random generators are restored too, so the resumed run is bit-identical to
+    an uninterrupted one. Otherwise, random draws, such as dropout, differ.
+
+    Raises:
+        ValueError: On every rank, if the checkpoint does not fit the model or cannot be read.
     """
     # The weights were initialized earlier, with the same seed on all ranks. From now on each rank needs
     # a different seed, because dropout must differ between ranks.
     set_random_seed(config.seed + 1 + comm.rank())
-    new_engine = partial(build_engine, model, config.optim, ds_config)
+    if saved:
+        # Do this before the engine is built: at ZeRO 3, an engine leaves each rank only a part of each parameter.
+        load_untrained(saved, model)
+    engine = build_engine(model, config.optim, ds_config)
     if saved is None:
-        return new_engine()
-    engine = restore(saved, config, model, new_engine)
+        return engine
+    architecture = read_architecture(config.model)
+    is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
+    is_same = saved.meta["shape"] == shape and not is_resized
+    load_trained(saved, engine, is_same)
+    if is_same:
+        restore_rng(saved.read_rank(comm.rank())["rng"])
     if config.optim.ema is None:
         drop_average(engine)
     with comm.all_or_none("the loss's state"):

@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from disco_ds.config.ds_config import check_gradient
-from disco_ds.distributed import comm
-from disco_ds.distributed.deepspeed_quirks import widen_bucket
+from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.losses import Embeddings, Loss, LossOutput, Teacher
 from disco_ds.losses.drop_in import check_alike, warn_of_unusual
 from disco_ds.training.engine import NOT_FINITE, backward_and_step
@@ -224,7 +223,7 @@ def _check_engine(engine: DeepSpeedEngine, micro_batches: int) -> None:
             "gradients of earlier micro-batches would be added to those of this step"
         )
     check_gradient(engine._config._param_dict)
-    widen_bucket(engine)
+    deepspeed_quirks.widen_bucket(engine)
 
 
 def split(batch: Any, count: int) -> tuple[list[Any], int]:
@@ -323,15 +322,15 @@ class _Towers:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(keep_graph), _synchronized(self.model, last):
             features = self._run_forward(batch["batch"])
-        return MicroFeatures(features, batch["index"], rng, batch["group_id"])
+        return MicroFeatures(features, rng, index=batch["index"], group_id=batch["group_id"])
 
-    def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
+    def again(self, batch: Any, first: MicroFeatures) -> Features:
         first.rng.restore()
         torch.clear_autocast_cache()
         features = self._run_forward(batch["batch"])
         if self.is_checked:
             self._refuse_different(features, first.features)
-        return MicroFeatures(features, batch["index"], first.rng)
+        return features
 
     def _run_forward(self, batch: Any) -> Features:
         outputs: Any = self.forward(batch)

@@ -74,9 +74,9 @@ class EngineTowers:
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
-        image, text, index, *group_id = self.prepare(batch)
+        image, text, *ids = self.prepare(batch)
         # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
-        ids = [x.clone() for x in (index, *group_id)]
+        ids = [x.clone() for x in ids]
         teacher = self.teacher(image, text, batch) if self.teacher else ()
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run(image, text, trained=False)
@@ -87,14 +87,13 @@ class EngineTowers:
             image, text, scale, bias = self._run(image, text, trained=True)
         image = locked_image if image is None else image
         text = locked_text if text is None else text
-        groups = ids[1] if group_id else None
-        return MicroFeatures((image, text, scale, bias), ids[0], rng, groups, teacher)
+        return MicroFeatures((image, text, scale, bias), rng, teacher, *ids)
 
-    def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
+    def again(self, batch: Any, first: MicroFeatures) -> Any:
         """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
-        image, text, index, *_ = self.prepare(batch)
+        image, text, *_ = self.prepare(batch)
         first.rng.restore()
-        return MicroFeatures(self._run(image, text, trained=True), index, first.rng)
+        return self._run(image, text, trained=True)
 
     def _run(self, image: Tensor, text: Tensor | Texts, trained: bool) -> Any:
         """Run either the trained or the locked towers. The features of a tower that does not run are None."""

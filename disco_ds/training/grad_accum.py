@@ -16,7 +16,6 @@ the trainer, with DeepSpeed, and custom_loop.py for custom training loops, with 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,12 +24,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, Teacher
 from disco_ds.losses.kernels.tiles import full_dtype
 
-logger = logging.getLogger(__name__)
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(features of the first side [m, D], features of the second side [m, D], scale [1], bias [1] or None)."""
 
@@ -88,11 +87,10 @@ class Snapshot:
         norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
         changed = [name for name, buffer, copy in self._copies if not torch.equal(buffer, copy)]
         others = [name for name in changed if name.rpartition(".")[0] not in norms]
-        if others and comm.rank() == 0:
-            logger.warning(
-                "the forward changes the buffer %s; if it also uses this buffer, as spectral_norm does, the gradient "
-                "depends on the number of micro-batches",
-                others[0],
+        if others:
+            comm.warn(
+                f"the forward changes the buffer {others[0]}; if it also uses this buffer, as spectral_norm does, the "
+                "gradient depends on the number of micro-batches"
             )
 
 
@@ -101,22 +99,18 @@ class MicroFeatures:
     """The features of one micro-batch, and the random state from before the forward that computed them."""
 
     features: Any
-    """(first side, second side, scale, bias), as in Features.
-
-    In the result of `Towers.again`, the features of a locked tower may be None.
-    """
-    index: Tensor | None
-    """[m] sample ids."""
+    """(first side, second side, scale, bias), as in Features."""
     rng: Rng
-    group_id: Tensor | None = None
-    """[m] int64, ids of the groups to which the samples belong; None if samples are not grouped."""
     teacher: Sequence[Teacher] = ()
     """The teachers' features, without a graph."""
+    index: Tensor | None = None
+    """[m] sample ids."""
+    group_id: Tensor | None = None
+    """[m] int64, ids of the groups to which the samples belong; None if samples are not grouped."""
 
     def detach(self) -> MicroFeatures:
         """Return the same features without their autograd graph."""
-        features = tuple(None if x is None else x.detach() for x in self.features)
-        return replace(self, features=features)
+        return replace(self, features=tree_map_only(Tensor, Tensor.detach, self.features))
 
 
 class Towers(Protocol):
@@ -125,8 +119,11 @@ class Towers(Protocol):
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch. An autograd graph is needed only if `keep_graph` is True."""
 
-    def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
+    def again(self, batch: Any, first: MicroFeatures) -> Any:
+        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`.
+
+        The features of a locked tower may be None.
+        """
 
 
 def forward_all(
@@ -195,9 +192,11 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
 
 def _join_teacher(parts: Sequence[Teacher]) -> Teacher:
     """Concatenate a teacher's features of all micro-batches. Its scale and bias are constants."""
-    image = torch.cat([part.image for part in parts])
-    text = torch.cat([part.text for part in parts])
-    return replace(parts[0], image=image, text=text)
+    return replace(
+        parts[0],
+        image=torch.cat([part.image for part in parts]),
+        text=torch.cat([part.text for part in parts]),
+    )
 
 
 def surrogates(
@@ -219,15 +218,15 @@ def surrogates(
     # The last micro-batch comes first, so that its graph is freed before the next graph is built.
     last = len(features) - 1
     m = len(leaves.image) // len(features)
-    yield _surrogate(features.pop(), leaves, slice(last * m, None), once=1.0)
+    yield _surrogate(features.pop().features, leaves, slice(last * m, None), once=1.0)
     for k, batch in zip(range(last), micro_batches, strict=False):
-        part = towers.again(batch, features[k])
-        yield _surrogate(part, leaves, slice(k * m, (k + 1) * m), once=0.0)
+        again = towers.again(batch, features[k])
+        yield _surrogate(again, leaves, slice(k * m, (k + 1) * m), once=0.0)
 
 
-def _surrogate(part: MicroFeatures, leaves: Embeddings, rows: slice, once: float) -> Tensor:
+def _surrogate(features: Any, leaves: Embeddings, rows: slice, once: float) -> Tensor:
     """Return the surrogate loss of a micro-batch. `once` is the weight of the terms of scale and bias."""
-    image, text, scale, bias = part.features
+    image, text, scale, bias = features
     terms = [
         _inner_product(image, leaves.image, rows),
         _inner_product(text, leaves.text, rows),

@@ -6,7 +6,6 @@ Python programs and for the command line.
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 import time
@@ -17,8 +16,7 @@ from functools import partial
 
 import torch
 
-from disco_ds.config import CheckpointSettings, EvalSettings
-from disco_ds.config.schedule import Schedule
+from disco_ds.config import CheckpointSettings, EvalSettings, Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.eval import Result, describe, evaluate_sets, record
@@ -30,8 +28,6 @@ from disco_ds.runs.run_folder import mark_finished
 from disco_ds.training.build import Run
 from disco_ds.training.optimizer import averaged, has_average
 from disco_ds.training.step import Skipped, StepOutput, Stopped, run_step
-
-logger = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
@@ -57,7 +53,11 @@ def train(run: Run) -> None:
         outcome = run_step(run, step, data, is_logged)
         run.metrics.add_wait(data.wait_s)
         run.metrics.name_broken(step, data.broken + data.damaged)
-        if problem := find_problem(run, step, outcome):
+        if stopped := find_problem(run, step, outcome):
+            problem = stopped.problem
+            if stopped.is_sound:
+                run.loader.drop_step()  # a resumed run reads this batch again
+                problem = f"{problem}; {run.saver.save_before_error(step)}"
             raise comm.AgreedError(problem)
         # If the batch was skipped, `step` does not change, and the next batch is used for the same step.
         is_trained = False
@@ -80,10 +80,8 @@ def train(run: Run) -> None:
                 raise comm.AgreedError(f"{error}; {run.saver.save_before_error(step)}") from None
 
 
-def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -> str | None:
-    """Count the steps in a row without an update, and find out whether the run must stop. Collective.
-
-    If it must stop, the progress made before this step is saved first, where that makes sense.
+def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -> Stopped | None:
+    """Count the steps in a row without an update, and find out whether the run must stop.
 
     Args:
         run: The run.
@@ -91,14 +89,21 @@ def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -
         outcome: What run_step has returned.
 
     Returns:
-        The error message with which the run stops, or None.
+        Why the run stops, or None if it continues.
     """
     if isinstance(outcome, Stopped):
-        return (
-            f"{outcome.problem}; {save_without(run, step)}" if outcome.is_sound else outcome.problem
-        )
+        return outcome
     if isinstance(outcome, Skipped):
-        return outcome.problem and count_skipped(run, step, outcome.problem)
+        if outcome.problem is None:  # a spike
+            return None
+        run.skipped_in_a_row += 1
+        limit = run.config.skip_nonfinite
+        if run.skipped_in_a_row > limit:
+            return Stopped(outcome.problem, is_sound=True)
+        comm.warn(
+            f"{outcome.problem}; the batch is skipped ({run.skipped_in_a_row} in a row, skip_nonfinite={limit})"
+        )
+        return None
     run.skipped_in_a_row = 0
     if outcome.grad_norm is not None:
         run.overflows.clear()
@@ -106,25 +111,8 @@ def find_problem(run: Run, step: int, outcome: StepOutput | Skipped | Stopped) -
     run.overflows.append(run.engine.optimizer.loss_scale)
     problem = find_overflows(run.overflows, step + 1, run.schedule)
     # Without an update since the start of this process, a new checkpoint would only replace an older one.
-    if problem and step + 1 > run.schedule.first_step + len(run.overflows):
-        problem = f"{problem}; {save_without(run, step)}"
-    return problem
-
-
-def count_skipped(run: Run, step: int, problem: str) -> str | None:
-    """Count a batch that is skipped because its loss or gradient is not finite. Return as find_problem does."""
-    run.skipped_in_a_row += 1
-    limit = run.config.skip_nonfinite
-    if run.skipped_in_a_row > limit:
-        return f"{problem}; {save_without(run, step)}"
-    if comm.rank() == 0:
-        logger.warning(
-            "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
-            problem,
-            run.skipped_in_a_row,
-            limit,
-        )
-    return None
+    is_sound = step + 1 > run.schedule.first_step + len(run.overflows)
+    return Stopped(problem, is_sound) if problem else None
 
 
 def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> str | None:
@@ -147,16 +135,6 @@ def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> st
             "fp16.initial_scale_power and fp16.hysteresis"
         )
     return None
-
-
-def save_without(run: Run, step: int) -> str:
-    """Save the progress made before a failed step. A resumed run reads the batch of that step again. Collective.
-
-    Returns:
-        A clause for the error message that reports whether the progress was saved.
-    """
-    run.loader.drop_step()
-    return run.saver.save_before_error(step)
 
 
 def save(run: Run, step: int) -> None:
@@ -244,14 +222,3 @@ def finish(run: Run) -> None:
         write_report(run.folder)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")
-
-
-def describe_memory(error: BaseException, phase: str) -> str:
-    """Return an error message for this rank, which ran out of memory in this phase."""
-    # torch's first line lists the memory of the device and of this process.
-    first_line = str(error).partition("\n")[0]
-    return (
-        f"out of memory in {phase}: {first_line}\n"
-        f"  disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
-        "--fit FOLDER writes a recipe that fits"
-    )

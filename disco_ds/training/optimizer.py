@@ -31,9 +31,7 @@ from torch import Tensor
 
 from disco_ds.checkpoints.state import AVERAGE, find_local
 from disco_ds.config import EmaSettings, OptimSettings
-from disco_ds.distributed import comm
-from disco_ds.distributed.comm import DTYPES
-from disco_ds.distributed.deepspeed_quirks import refresh_weights
+from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.names import load_custom
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -73,7 +71,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "muon":
-        return Muon(groups, settings, DTYPES[settings.muon_precision])
+        return Muon(groups, settings, comm.DTYPES[settings.muon_precision])
     if settings.name == "lion":
         return Lion(groups, lr=1.0, betas=settings.betas)
     if settings.name == "lamb":
@@ -91,8 +89,6 @@ class Part(NamedTuple):
     """[number of elements in this part], a view of the update."""
     start: int
     """Index, within the matrix, of the first element that this rank holds."""
-    is_shared: bool
-    """Whether other ranks may hold other parts of this matrix. True at ZeRO 1 to 3, where the weight is flat."""
 
 
 class Muon(torch.optim.AdamW):
@@ -108,6 +104,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
         self.momentum = settings.momentum
         self.dtype = dtype
+        self.is_sharded = False
+        """Whether other ranks may hold other parts of a matrix, as at ZeRO 1 to 3. Set by `attach`."""
         self.parts: dict[Tensor, list[tuple[torch.Size, int, int, int]]] = defaultdict(list)
         """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank.
 
@@ -123,6 +121,7 @@ class Muon(torch.optim.AdamW):
             engine: The engine that uses this optimizer.
             matrices: The parameters of the groups in which `muon` is True.
         """
+        self.is_sharded = engine.zero_optimization_stage() > 0
         for matrix in matrices:
             held, *part = find_local(engine, matrix)
             self.parts[held].append((getattr(matrix, "ds_shape", matrix.shape), *part))
@@ -157,7 +156,7 @@ class Muon(torch.optim.AdamW):
         for weight, update in zip(weights, updates, strict=True):
             for shape, start, place, numel in self.parts[weight]:
                 values, change = (x.view(-1).narrow(0, place, numel) for x in (weight, update))
-                by_shape[shape].append(Part(values, change, start, is_shared=weight.dim() == 1))
+                by_shape[shape].append(Part(values, change, start))
         for shape, parts in by_shape.items():
             most = max(MAX_BATCH // shape.numel(), 1)
             for first in range(0, len(parts), most):
@@ -166,7 +165,7 @@ class Muon(torch.optim.AdamW):
     def _apply(self, shape: torch.Size, parts: list[Part], lr: float) -> None:
         """Orthogonalize the updates of matrices of one shape, and subtract them from the weights.
 
-        Collective if the matrices are divided among the ranks (Part.is_shared).
+        Collective if the matrices are divided among the ranks.
         """
         whole = parts[0].update.new_zeros(len(parts), shape.numel(), device=comm.local_device())
 
@@ -178,7 +177,7 @@ class Muon(torch.optim.AdamW):
 
         torch._foreach_copy_(narrow(whole, parts), [part.update for part in parts])
         # In `whole`, other ranks have zeros where this rank has its part, so the sum over ranks is the whole update.
-        if parts[0].is_shared:
+        if self.is_sharded:
             whole = comm.all_reduce_sum(whole)
         held = [number for number, part in enumerate(parts) if part.weight.numel()]
         if not held:
@@ -270,7 +269,7 @@ def _swap(engine: Engine) -> None:
             kept = mine.clone()
             mine.copy_(other)
             other.copy_(kept)
-    refresh_weights(engine)
+    deepspeed_quirks.refresh_weights(engine)
 
 
 def _find_weights(engine: Engine) -> list[Tensor]:

@@ -6,7 +6,6 @@ The parts are in grad_accum.py (the features, the loss and its gradient) and eng
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,9 @@ import torch
 from torch import Tensor
 
 from disco_ds.data import StepData
-from disco_ds.distributed import comm
-from disco_ds.distributed.deepspeed_quirks import forget_trace
+from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.anomalies import (
-    EQUAL_TEXTS,
-    MAX_EQUAL_TEXTS,
-    SAMPLE,
-    share_of_equal_texts,
-)
+from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, SAMPLE, share_of_equal_texts
 from disco_ds.training.build import Run
 from disco_ds.training.engine import (
     NOT_FINITE,
@@ -71,7 +64,7 @@ class Stopped:
 
     problem: str
     is_sound: bool = False
-    """Whether the model can be saved: the steps before this one are not affected by the problem."""
+    """Whether to save the progress made before this step: it exists, and the problem does not affect it."""
 
 
 def run_step(
@@ -126,16 +119,15 @@ def run_step(
     finally:
         if not is_done:
             before.restore()
-            forget_trace(engine)
+            deepspeed_quirks.forget_trace(engine)
     # If fp16's loss scaler has skipped the update, nothing else may change either.
     (after if update.result == "applied" else before).restore()
     clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
+    output = make_output(out, leaves, update)
     if update.result == "applied":
         run.loss.commit()
         if config.optim.ema:
             update_average(engine, config.optim.ema)
-    output = make_output(out, leaves, update)
-    if update.result == "applied":
         # At ZeRO 3, item() waits for the device, so everything else is started first.
         run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
     return output
@@ -160,22 +152,16 @@ def train_step(
 
     Raises:
         FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
-            Nothing is updated.
+            The parameters are not updated.
     """
     towers = EngineTowers(engine, prepare)
-    before = Snapshot(engine.module)
-    try:
-        features = forward_all(towers, micro_batches, len(micro_batches))
-        after = Snapshot(engine.module)
-        out, leaves = loss_at_features(loss, features)
-        update = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
-        if update.result == "not finite":
-            raise FloatingPointError(f"step {engine.global_steps}: {NOT_FINITE}")
-    except Exception:
-        before.restore()
-        forget_trace(engine)
-        raise
-    (after if update.result == "applied" else before).restore()
+    features = forward_all(towers, micro_batches, len(micro_batches))
+    after = Snapshot(engine.module)
+    out, leaves = loss_at_features(loss, features)
+    update = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
+    if update.result == "not finite":
+        raise FloatingPointError(f"step {engine.global_steps}: {NOT_FINITE}")
+    after.restore()
     clamp_scale(engine, max_scale, leaves.scale.detach())
     return make_output(out, leaves, update)
 
@@ -250,14 +236,8 @@ def describe_not_finite(step: int, embeddings: Embeddings, out: LossOutput) -> s
     """Return an error message that names the ranks that caused a loss that is not finite. Collective."""
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
     features = embeddings.image.double().sum() + embeddings.text.double().sum()
-    if ranks := find_not_finite(features):
+    if ranks := comm.ranks_where(not features.isfinite().item()):
         cause = f", because the features of {comm.join_ranks(ranks)} are not"
     else:
-        cause = f" on {comm.join_ranks(find_not_finite(out.loss))}"
+        cause = f" on {comm.join_ranks(comm.ranks_where(not out.loss.isfinite().item()))}"
     return f"step {step}: the loss is not finite{cause}; nothing was updated"
-
-
-def find_not_finite(value: Tensor) -> list[int]:
-    """Return the ranks on which a 0-d tensor is not finite. Collective."""
-    values = comm.gather_objects(value.item())
-    return [rank for rank, each in enumerate(values) if not math.isfinite(each)]

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.checkpoint import checksum, open_verified, read, read_rng, restore_rng
+from disco_ds.checkpoints.checkpoint import (
+    checksum,
+    read,
+    read_rng,
+    restore_rng,
+    verify_on_all_ranks,
+)
 from disco_ds.checkpoints.keep import DamagedError
 from disco_ds.checkpoints.resume import identity_of, refuse_changes, shape_of
 from disco_ds.distributed import comm
@@ -235,15 +241,15 @@ def verify_on_a_slow_disk(path: Path) -> None:
         time.sleep(6)
         slow.write_bytes(data)
 
-    def replace(meta: dict[str, Any]) -> None:
+    with comm.session(timeout_s=4):
+        saved = read(path)
+        comm.barrier()
         if comm.rank() == 1:  # this rank verifies the file that is slow
             data = slow.read_bytes()
             slow.unlink()
             os.mkfifo(slow)
             threading.Thread(target=answer, args=(data,), daemon=True).start()
-
-    with comm.session(timeout_s=4):
-        saved = open_verified(path, replace)
+        verify_on_all_ranks(saved)
         assert saved.verified == saved.meta["files"].keys()
 
 

@@ -94,7 +94,9 @@ def states(path: Path) -> dict[str, States]:
         for group in parameter_groups(build_model(config.model), config.optim)
         for name in group["names"]
     }
-    return {name: join(found[name]) for name in found}
+    return {
+        name: {key: join(parts, key) for key in parts[0].states} for name, parts in found.items()
+    }
 
 
 def equal_states(first: Path, second: Path) -> None:

@@ -57,7 +57,9 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a checkpoint, wait until it is complete, and return its folder. Collective."""
-    return finish(copy_state(folder, engine, RunState(meta, data_state, loss_state)))
+    return finish(
+        copy_state(folder, engine, RunState(meta, data_state, loss_state), None, lambda: None)
+    )
 
 
 def finish(save: Save) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,11 +33,11 @@ class Dropped:
             image, text = (
                 F.dropout(F.normalize(side(batch)), 0.5) for side in (self.image, self.text)
             )
-        return MicroFeatures((image, text, torch.ones(1), None), None, rng)
+        return MicroFeatures((image, text, torch.ones(1), None), rng)
 
-    def again(self, batch: Tensor, first: MicroFeatures) -> MicroFeatures:
+    def again(self, batch: Tensor, first: MicroFeatures) -> Any:
         first.rng.restore()
-        return self(batch, keep_graph=True)
+        return self(batch, keep_graph=True).features
 
 
 def loss(embeddings: Embeddings) -> LossOutput:
@@ -97,7 +99,7 @@ def test_gradient_at_fp16_features_is_not_rounded() -> None:
     """Without a loss scale, the gradient of most pairs of a large batch is too small for fp16."""
     rows = F.normalize(torch.randn(2, 512, 16, generator=torch.Generator().manual_seed(0)), dim=2)
     image, text = rows.half()
-    part = MicroFeatures((image.requires_grad_(), text, torch.tensor([5.0]), None), None, Rng())
+    part = MicroFeatures((image.requires_grad_(), text, torch.tensor([5.0]), None), Rng())
     _, leaves = loss_at_features(build_loss("clip"), [part])
     exact = image.detach().double().requires_grad_()
     build_loss("clip")(Embeddings(exact, text.double(), torch.tensor([5.0]))).loss.backward()
@@ -112,9 +114,10 @@ def test_surrogate_of_fp16_features_is_summed_in_fp32() -> None:
 
     class Half:
         def __call__(self, batch: Tensor, keep_graph: bool) -> MicroFeatures:
-            return MicroFeatures((image * 1, image * 1, torch.ones(1), None), None, Rng())
+            return MicroFeatures((image * 1, image * 1, torch.ones(1), None), Rng())
 
-        again = __call__
+        def again(self, batch: Tensor, first: MicroFeatures) -> Any:
+            raise AssertionError("a single micro-batch keeps its graph")
 
     def large(embeddings: Embeddings) -> LossOutput:
         return LossOutput((64 * embeddings.image.float()).sum() + 0 * embeddings.text.sum(), {})
