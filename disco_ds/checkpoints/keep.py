@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from disco_ds.config import Tree
-from disco_ds.runs.run_folder import CHECKPOINTS, META, list_complete, step_of
+from disco_ds.runs.run_folder import CHECKPOINTS, META, STEP, list_complete, step_of
 
 FORMAT = 8
 """Version of the checkpoint format. Only checkpoints of this version can be read."""
@@ -116,6 +116,8 @@ def find_latest(folder: Path) -> Path:
 
 def find_older(path: Path) -> Path | None:
     """Return the latest complete checkpoint of the same run that is older than this one, or None."""
+    if not STEP.fullmatch(path.name):  # a copy that a user made under another name
+        return None
     older = [other for other in list_complete(path.parents[1]) if step_of(other) < step_of(path)]
     return older[-1] if older else None
 

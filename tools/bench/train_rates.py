@@ -258,7 +258,7 @@ def build_step(config: Config, captions: str = "full") -> tuple[Callable[[], Any
         config.model, loss.initial_scale, loss.initial_bias(config.global_batch), loss.learns_scale
     )
     lengths = draw_lengths(captions, m, read_text_size(model)[0])
-    flops = count_flops(model, float(lengths.mean()))
+    flops = count_flops(model, round(float(lengths.mean())))
     batches = [
         make_batch(model, m, device, lengths) for _ in range(config.num_micro_batches(comm.size()))
     ]
