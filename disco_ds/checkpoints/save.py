@@ -2,9 +2,9 @@
 
 `Saver.save` copies the state of this rank into host memory, and training continues. `Save.run` shows the whole life of
 a save: each rank writes, hashes and flushes its files in a thread; the ranks exchange the checksums; a thread of rank 0
-writes checkpoint.json, renames the folder and removes old checkpoints. During a save, the ranks exchange after every
-step whether the threads of all ranks are done (`Saver.poll`). If they are, the save continues. Training waits only for
-the copy, and for the previous save if that is still in progress.
+writes checkpoint.json, renames the folder and removes old checkpoints. In every step, the ranks agree whether the
+threads of all ranks are done (training/step.agree). If they are, the save continues after the step (`Saver.poll`).
+Training waits only for the copy, and for the previous save if that is still in progress.
 
 A thread is enough, because torch.save and hashlib release Python's global interpreter lock for everything but the
 small pickles. Unlike a process, a thread ends with its rank and needs no shared memory. The threads never communicate
@@ -83,6 +83,8 @@ class Saver:
     """The save in progress, if any. All ranks have the same save in progress."""
     job: Future[Any] = field(default_factory=Future)
     """The current job of the save in progress, in a thread of this rank."""
+    are_jobs_done: bool = False
+    """Whether the jobs of all ranks were done when the ranks last agreed on this."""
     _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
     """The following jobs of the save in progress."""
     saved_step: int = 0
@@ -133,7 +135,7 @@ class Saver:
                 self._finish()
 
     def poll(self, step: int) -> None:
-        """Advance the uploads and the save in progress. Collective.
+        """Advance the uploads and, if the jobs of all ranks are done, the save in progress. Collective.
 
         Args:
             step: Number of completed steps.
@@ -143,7 +145,7 @@ class Saver:
         """
         if self.uploads:
             self.uploads.advance()
-        if self.in_flight and not comm.largest_of({"writing": not self.job.done()})["writing"]:
+        if self.in_flight and self.are_jobs_done:
             with self._waiting(step):
                 self.job = next(self._jobs, self.job)
 

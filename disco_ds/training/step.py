@@ -183,7 +183,8 @@ def agree(
 ) -> Skipped | Stopped | None:
     """Decide on all ranks together whether the parameters may be updated. Collective: one all_reduce.
 
-    The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
+    The ranks also agree on pending requests to save or to stop, and on whether the save in progress, if any, can
+    continue. `train` handles these after the step.
 
     Returns:
         None if the step can continue.
@@ -202,6 +203,7 @@ def agree(
             "minus_first_step": -step,
             "save": run.interrupts.is_save_due,
             "stop": run.interrupts.asked is not None,
+            "writing": not run.saver.job.done(),
             "equal_texts": equal_texts,
             "loss": out.metrics["loss"],
         }
@@ -213,6 +215,7 @@ def agree(
             f"the ranks are at different steps, so they have not trained the same model: {'; '.join(steps)}"
         )
     run.interrupts.agree(bool(worst["save"]), bool(worst["stop"]))
+    run.saver.are_jobs_done = not worst["writing"]
     if worst["data_error"]:
         return Stopped(describe_data_errors(step, data), is_sound=True)
     if worst["not_finite"]:
