@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import read
-from disco_ds.checkpoints.keep import find_latest
+from disco_ds.checkpoints.keep import DamagedError, find_latest, find_older
 from disco_ds.checkpoints.state import read_tensors
 from disco_ds.config import ModelSettings, Tree, load_config
 from disco_ds.models.clip import build_model, register_architecture
@@ -107,8 +107,12 @@ def _read_checkpoint(path: Path, ema: bool) -> Weights:
     recipe = path.parent.parent / CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
-    saved = read(path)
-    tensors = read_tensors(saved, ema)
+    try:
+        saved = read(path)
+        tensors = read_tensors(saved, ema)
+    except DamagedError as error:
+        older = find_older(path) or "none"
+        raise ValueError(f"{error}; previous complete checkpoint: {older}") from None
     identity = saved.meta["identity"]
     name = load_config(recipe).model.label
     preprocess = identity.get("model.preprocess", {})

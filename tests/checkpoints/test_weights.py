@@ -280,7 +280,7 @@ def spoil(run: Path, kind: str) -> Path:
         ),
         (
             "flipped bit",
-            "engine/mp_rank_00_model_states.pt is not what was written",
+            "engine/mp_rank_00_model_states.pt is not what was written; previous complete checkpoint: none",
         ),
         ("copied away", "copy is not inside a run folder: .*config.yaml is missing"),
         ("foreign folder", "contains no weights: expected a run folder"),

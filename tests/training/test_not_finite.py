@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,8 @@ def out_of_step() -> None:
 def run_to_agree() -> Any:
     """Return an object with the parts of a run that `agree` needs."""
     trouble = AnomalyDetector(lambda step, values: None, skip=False, warmup_steps=0)
-    return SimpleNamespace(anomalies=trouble, interrupts=Interrupts())
+    saver = SimpleNamespace(job=Future())
+    return SimpleNamespace(anomalies=trouble, interrupts=Interrupts(), saver=saver)
 
 
 def test_captions_with_equal_features_stop_the_run_before_the_first_update() -> None:
