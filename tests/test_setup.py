@@ -24,7 +24,8 @@ OPTIONAL = {
     "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
     "wandb": "is an extra, and is looked for before it is imported",
     "sklearn": "is an extra, and is imported only by probes",
-    "tokenizers": "comes with transformers, for which the export is",
+    "transformers": "is an extra, for whose layout the export is",
+    "tokenizers": "comes with transformers",
     "huggingface_hub": "comes with open_clip, whose downloads the tests keep from the network",
 }
 
