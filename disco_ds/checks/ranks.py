@@ -36,9 +36,9 @@ _MIN_TOLERANCE = 1e-5
 The tolerance is twice the relative error of the gradient that a single process computes in the run's precision.
 """
 _MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
-"""Precision -> upper bound of the tolerance for the relative errors of the gradient and of the loss.
+"""Upper bound of the tolerance for each precision.
 
-It keeps the tolerance from becoming too loose if the gradient of the single process is itself wrong.
+Without it, a wrong gradient of the single process would make the tolerance so large that every gradient passes.
 """
 Result = tuple[Tensor, float]
 """The gradient of all trained parameters (flattened, float64, on the CPU) and the loss."""

@@ -34,7 +34,8 @@ class FastTokenizer(SimpleTokenizer):
         clean = _CLEAN_PLAIN.get(self.clean_fn)
         if clean is None or "&" in text or not (text.isascii() and text.isprintable()):
             return super().encode(text)
-        # open_clip replaces the bytes of a word by characters of its vocabulary. For plain text, these are the same.
+        # open_clip first maps each byte of a word to a character. This is left out here, because it maps every byte of
+        # plain text to itself.
         words = [self.bpe(word) for word in self.pat.findall(clean(whitespace_clean(text)))]
         return [self.encoder[part] for word in words for part in word.split(" ")]
 
@@ -44,4 +45,5 @@ _CLEAN_PLAIN: dict[Any, Callable[[str], str]] = {
     get_clean_fn("lower"): str.lower,
     get_clean_fn("whitespace"): str,
 }
-"""What each of open_clip's functions to clean a text does to plain text, apart from joining spaces."""
+"""Maps each of open_clip's functions that clean a text to a function with the same effect on plain text, after spaces
+have been joined."""
