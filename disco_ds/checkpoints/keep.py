@@ -130,7 +130,7 @@ def set_aside(path: Path) -> None:
         number += 1
         aside = first.with_name(f"{first.name}-{number}")
     path.rename(aside)
-    logger.warning(f"{path} is set aside as {aside.name}")
+    logger.warning("%s is set aside as %s", path, aside.name)
 
 
 def remove_checkpoints(
@@ -248,7 +248,7 @@ class Mirror:
     def close(self) -> None:
         """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
         for path in self.pending:
-            logger.warning(f"{path} was not uploaded in time")
+            logger.warning("%s was not uploaded in time", path)
         self.pending.clear()
         if self._process is not None:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -278,7 +278,7 @@ class Mirror:
 
     def _finish(self, path: Path, problem: str) -> None:
         if problem:
-            logger.warning(f"{path} is not uploaded: {problem}")
+            logger.warning("%s is not uploaded: %s", path, problem)
         with suppress(OSError):
             (path / HANDLED).touch()
         self.pending.remove(path)

@@ -84,7 +84,7 @@ class Saver:
     job: Future[Any] = field(default_factory=Future)
     """The current job of the save in progress, in a thread of this rank."""
     are_jobs_done: bool = False
-    """Whether the jobs of all ranks were done when the ranks last agreed on this."""
+    """True if `job` was done on every rank at the last exchange between the ranks (training/step.agree)."""
     _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
     """The following jobs of the save in progress."""
     saved_step: int = 0

@@ -174,8 +174,8 @@ class Embed(WithRecipe):
     """Maximum number of images, or of texts, in a forward pass."""
     score: bool = False
     """Store each sample's similarity: the cosine of the embeddings of the image, resized as in evaluation, and of the
-    caption; the mean if there are several captions. Print the settings of data.filter that keep the best 70, 50 and
-    30%, and draw 24 pairs around each of these thresholds."""
+    caption; the mean if there are several captions. Print quantiles and the settings of data.filter that keep the best
+    70, 50 and 30%, and draw 24 pairs around each of these thresholds."""
 
 
 class Report(Command):

@@ -129,6 +129,6 @@ def explain_word(name: str) -> str | None:
         return None
     note = row.get("note", "")
     if "ours" not in row:
-        return f"{note} (docs/from_open_clip.md)"
+        return f"{note} (docs/settings.md)"
     hint = f"; {note}" if note else ""
     return f"here it is {' or '.join(row['ours'])}{hint}"

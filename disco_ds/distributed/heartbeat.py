@@ -68,7 +68,7 @@ class Progress(NamedTuple):
     doing: str
     """The phase that begins at the mark, such as "forward"."""
     timed: bool = False
-    """Whether the phase may take at most timeout_s (see Heartbeat)."""
+    """True if the run must stop when no rank leaves this phase within timeout_s. Heartbeat explains the limits."""
 
     def __str__(self) -> str:
         return f"step {self.step:,}, {self.doing}"
@@ -78,7 +78,10 @@ class Beat(NamedTuple):
     """The heartbeat that a rank writes into the store."""
 
     sent_at: float
-    """When the rank sent this heartbeat, in seconds of its own clock. No two of its heartbeats have the same time."""
+    """Time in seconds, on the clock of the rank's host, at which the rank sent this heartbeat.
+
+    Every heartbeat of a rank has a different time.
+    """
     progress: Progress
     is_hurried: bool
     """Whether the rank has had a communication error or a signal, so that HURRY_S applies to all ranks."""

@@ -23,7 +23,6 @@ Rationale:
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,7 +53,6 @@ TINY = 1e-30
 COLLAPSED = 0.5
 """Features count as collapsed if their spread (1 - mean cosine) or effective rank is below this fraction of its best
 value in the run."""
-logger = logging.getLogger(__name__)
 
 EQUAL_FEATURES = 1e-6
 """Unit features whose elements differ by less than this are equal up to rounding."""
@@ -166,8 +164,7 @@ class AnomalyDetector:
         known = self.state["known"]
         if message and (repeat or anomaly not in known):
             self.write_values(step, {f"anomaly/{anomaly}": value})
-            if comm.rank() == 0:
-                logger.warning("step %d: %s", step, message)
+            comm.warn(f"step {step}: {message}")
         if anomaly in known:
             known.remove(anomaly)
         if message:

@@ -72,7 +72,8 @@ class WandbRun:
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Log points (name, value, samples), all with the same samples. DeepSpeed's monitors have the same method."""
-        self.run.log({name: value for name, value, _ in events} | {"samples": events[0][2]})
+        if events:
+            self.run.log({name: value for name, value, _ in events} | {"samples": events[0][2]})
 
     def close(self, failure: type[BaseException] | None, *_: object) -> None:
         """End the W&B run, and wait up to UPLOAD_S for pending uploads. ExitStack calls this like `__exit__`."""

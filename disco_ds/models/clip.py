@@ -146,10 +146,11 @@ def _create(
     if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
         logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)
     logit_scale, logit_bias = math.log(initial_scale), initial_bias
-    if learns_scale:
-        logit_scale = config.get("init_logit_scale", logit_scale)
-    if initial_bias is not None:
-        logit_bias = config.get("init_logit_bias", initial_bias)
+    # A config may contain null for either value.
+    if learns_scale and config.get("init_logit_scale") is not None:
+        logit_scale = config["init_logit_scale"]
+    if initial_bias is not None and config.get("init_logit_bias") is not None:
+        logit_bias = config["init_logit_bias"]
     # The weights of a timm tower are for its default image size, so load them before the size changes.
     is_timm = "timm_model_name" in config.get("vision_cfg", {})
     late_size = settings.image_size if weights and is_timm else None

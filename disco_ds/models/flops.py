@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -15,8 +14,6 @@ from torch.func import functional_call
 from disco_ds.distributed import comm
 from disco_ds.models.clip import read_preprocessing, read_text_size, trained_sides
 from disco_ds.models.gpus import recognize
-
-logger = logging.getLogger(__name__)
 
 
 def peak_samples_per_s(
@@ -43,12 +40,10 @@ def peak_samples_per_s(
         whole, one = count_flops(model), count_flops(model, 1)
         context = read_text_size(model)[0]
     except Exception as error:  # a module may need real data, not only shapes
-        if comm.rank() == 0:
-            logger.warning(
-                "MFU is not logged, because counting the model's operations failed: %s: %s",
-                type(error).__name__,
-                error,
-            )
+        comm.warn(
+            "MFU is not logged, because counting the model's operations failed: "
+            f"{type(error).__name__}: {error}"
+        )
         return None
 
     def at(num_tokens: float | None) -> float:

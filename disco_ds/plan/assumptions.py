@@ -35,3 +35,4 @@ class Assumptions(BaseModel):
 
 
 DEFAULTS = Assumptions()
+"""Assumptions of a plan for which none are given."""

@@ -137,7 +137,7 @@ def find_newest(runs: Path, name: str) -> Path | None:
         if (folder / FINISHED).exists() or list_complete(folder):
             if unfinished:
                 skipped = ", ".join(unfinished)
-                logger.warning(f"resuming {folder}; without a checkpoint: {skipped}")
+                logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
             return folder
         unfinished.append(str(folder))
     return None

@@ -105,7 +105,7 @@ class Muon(torch.optim.AdamW):
         self.momentum = settings.momentum
         self.dtype = dtype
         self.is_sharded = False
-        """Whether other ranks may hold other parts of a matrix, as at ZeRO 1 to 3. Set by `attach`."""
+        """True at ZeRO 1 to 3, where a matrix may be divided among the ranks. `attach` sets this."""
         self.parts: dict[Tensor, list[tuple[torch.Size, int, int, int]]] = defaultdict(list)
         """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank.
 

@@ -64,7 +64,10 @@ class Stopped:
 
     problem: str
     is_sound: bool = False
-    """Whether to save the progress made before this step: it exists, and the problem does not affect it."""
+    """True if there is progress from before this step that the problem has not affected.
+
+    A checkpoint of this progress is then saved before the run stops.
+    """
 
 
 def run_step(

@@ -112,6 +112,14 @@ def test_scale_and_bias_start_at_the_weights_else_at_the_config_else_at_the_loss
     assert (None if bias is None else bias.item()) == expected[1]
 
 
+def test_config_without_a_start_for_scale_and_bias_may_contain_null(tmp_path: Path) -> None:
+    path = tmp_path / "null.json"
+    path.write_text(json.dumps(TINY | {"init_logit_scale": None, "init_logit_bias": None}))
+    _, _, scale, bias = build(str(path), initial_scale=10.0, initial_bias=-7.0)()
+    assert scale.item() == pytest.approx(10.0)
+    assert bias.item() == -7.0
+
+
 def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
     for value in (tmp_path / "missing.pt", tmp_path, Path("laion2b_s34b_b79k")):
         with pytest.raises(

@@ -35,7 +35,7 @@ _MANY = 1_000
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _NUM_COMPARED = 10_000
-"""To check that a large file is sorted, about this many of its uids are compared, at equal distances."""
+"""Approximate number of evenly spaced uids that are compared to check that a large file is sorted."""
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Manifest(Source):
     missing: tuple[str, ...] = field(default=(), compare=False)
     """Names of shards that did not exist when the other shards were counted. They are not part of the source."""
     whole: bool = field(default=False, compare=False)
-    """Whether a whole folder was listed, so that these are all .tar files in it."""
+    """True if list_folder listed these shards, so that they are all .tar files in `folder`."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
