@@ -184,7 +184,11 @@ def test_spread_is_of_all_pairs_in_the_sample() -> None:
 
 
 def test_rules_take_no_time() -> None:
-    """At log.every_steps=10, all rules together must take less than 0.5% of a step of 200 ms."""
+    """At log.every_steps=10, all rules together must take less CPU time than 20,000 additions.
+
+    That is about 1.3 ms on a fast core, 0.7% of a step of 200 ms. The additions are timed between
+    the rules, so that a slow or busy machine slows both.
+    """
     trouble, _ = watching()
     draw = random.Random(0)
     values = [1 + draw.random() for _ in range(1000)]
@@ -192,8 +196,13 @@ def test_rules_take_no_time() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # otherwise, the CPU time of idle threads would count
     features_spread(image, text)
-    costs = []
+    additions = []
     for first in range(0, len(values), 200):
+        start = time.process_time()
+        total = 0
+        for number in range(100_000):
+            total += number
+        addition = (time.process_time() - start) / 100_000
         start = time.process_time()
         for step, value in enumerate(values[first : first + 200], first):
             trouble.check_spike("loss", step, value)
@@ -203,8 +212,7 @@ def test_rules_take_no_time() -> None:
                 trouble.check_record(
                     {"step": step} | {name: x.item() for name, x in spread.items()}
                 )
-        costs.append((time.process_time() - start) / 200)
-    cost = min(costs)  # other processes on the core's caches only add to it
+        additions.append((time.process_time() - start) / 200 / addition)
     torch.set_num_threads(threads)
-    print(f"{cost * 1e6:.0f} us of CPU time a step")
-    assert cost < 1e-3
+    print(f"additions in the time of a step's rules: {[round(x) for x in additions]}")
+    assert min(additions) < 20_000  # the least: other processes on the core's caches only add
