@@ -180,6 +180,8 @@ class Saver:
             self.heartbeat.mark(step, "waiting for uploads")
             wait = self.uploads.wait if self.uploads else lambda seconds: None
             jobs.run("uploading checkpoints", lambda: wait(self.heartbeat.timeout_s))
+            # An old checkpoint whose upload was not done at the last save is still there.
+            self._remove_old(self.settings.keep_last)
 
     def close(self) -> None:
         """Kill a running upload. Wait up to 10 seconds for a save in progress."""

@@ -76,7 +76,7 @@ class Towers:
     width: int
     """Width of the features."""
     sample: int
-    """Bytes per decoded sample: uint8 image, tokens, id, epoch and group id."""
+    """Bytes per decoded sample: uint8 image, tokens, id, epoch, view key and stored embeddings of teachers."""
     teacher: int = 0
     """Number of parameters of the teacher; 0 if there is none."""
     teacher_width: int = 0
@@ -216,7 +216,8 @@ def make_batch(
     text = torch.randint(1, vocabulary - 1, (m, context), device=device)
     text[:, -1] = vocabulary - 1  # towers pool at the largest token
     index = torch.arange(m, device=device)
-    batch: MicroBatch = {"image": image, "text": text, "index": index, "view_key": index}
+    batch: MicroBatch = {"image": image, "text": text}
+    batch |= {"index": index, "epoch": index, "view_key": index}
     if find_counter(model):
         batch["lengths"] = np.full(m, context) if lengths is None else lengths
     return batch
@@ -244,7 +245,9 @@ def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = 
     if config.teacher is None:
         return student
     if config.teacher.settings is None:  # its embeddings are stored
-        return replace(student, teacher_width=sum(config.teacher.widths or (student.width,)))
+        width = sum(config.teacher.widths or (student.width,))
+        # A sample contains an image and a text embedding, in fp32.
+        return replace(student, teacher_width=width, sample=student.sample + 2 * 4 * width)
     # The teacher runs once per micro-batch, before the student's forward, and without a graph.
     alone = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
     teacher = _trace(alone, m, like_gpu, assumed)

@@ -24,6 +24,7 @@ from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import run_training
 from disco_ds.runs.messages import LOG
+from disco_ds.runs.run_folder import list_complete, step_of
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
 from helpers.stage_optimizers import KILLED_AT
@@ -308,7 +309,8 @@ def train_over_a_border(folder: Path) -> None:
     # The upload of the first stage's checkpoint waits for the checkpoint of the second stage.
     last = folder / "make_sgd" / "runs" / "tiny" / "checkpoints" / "step-00000005"
     script = f'until [ -e {last} ]; do sleep 0.05; done; echo "$1" >> {folder}/uploaded'
-    checkpoint = {"every_steps": 0, "copy_command": f"sh -c '{script}' {{path}} {{name}}"}
+    command = f"sh -c '{script}' {{path}} {{name}}"
+    checkpoint = {"every_steps": 0, "keep_last": 1, "copy_command": command}
 
     def train(name: str, **checkpoint: Any) -> None:
         optim = {"lr": 1e-3, "warmup_steps": 0, "elementwise": True}
@@ -329,6 +331,9 @@ def test_border_frees_the_engine_and_keeps_uploads_and_a_request_to_stop(tmp_pat
     run_ranks(train_over_a_border, 1, tmp_path, joined=False)
     uploaded = (tmp_path / "uploaded").read_text().split()
     assert uploaded == [f"step-{step:08d}" for step in (2, 5, 2, 3)]
+    # When the last checkpoint was saved, the first one was still being uploaded.
+    (run,) = (tmp_path / "make_sgd" / "runs").iterdir()
+    assert [step_of(path) for path in list_complete(run)] == [5]
 
 
 def test_stages_that_cannot_work_are_refused_before_the_start(tmp_path: Path) -> None:

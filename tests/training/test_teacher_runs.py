@@ -22,6 +22,7 @@ from disco_ds.checkpoints.keep import list_complete
 from disco_ds.config import load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
+from disco_ds.plan.towers import trace
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import train
@@ -203,6 +204,9 @@ def stored_formula(path: Path, to: Path) -> None:
         run = start(path, ["name=stored-formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
         (batch,) = run.loader.first_pass()
+        # The plan counts every array of a micro-batch.
+        num_bytes = sum(x.nbytes for x in batch.values() if isinstance(x, torch.Tensor))
+        assert num_bytes == 16 * trace(run.config, 16).sample
         image, text, *_ = run.towers.prepare(batch)
         embeddings = torch.stack([batch["image_embedding"], batch["text_embedding"]], 1)
         targets = []
