@@ -18,7 +18,6 @@ from torch import Tensor
 
 from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
-from disco_ds.config.data import is_remote
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
@@ -161,7 +160,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))
     num = len(source.sizes)
     if not isinstance(source, Table):  # the shards of a csv file need not be opened
-        num = min(_NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS, num)
+        num = min(_NUM_REMOTE if source.open_fetcher() else _NUM_SHARDS, num)
     shards = [i * len(source.sizes) // num for i in range(num)]  # evenly spaced
     generator = random.Random(1)
     positions: list[tuple[int, int]] = []

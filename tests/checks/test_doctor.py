@@ -427,3 +427,13 @@ def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
         line = the(look_at_data(config), "samples")
     assert line.status == "ok"
     assert line.found.startswith("4 read, 0 broken")
+
+
+def test_only_three_remote_shards_are_fetched(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [2] * 5)
+    with serve(tmp_path / "data") as server:
+        part = {"shards": f"{server.url}/{{00000..00004}}.tar", "manifest": str(tmp_path / "m.json")}
+        assert main(["index", part["shards"], "--to", part["manifest"], "--workers=0"]) == 0
+        remote = {"cache": str(tmp_path / "cache")}
+        config = data_of("unused", shards=None, sources=[part], remote=remote, slots=2)
+        assert the(look_at_data(config), "samples").found.startswith("6 read, 0 broken")
