@@ -186,6 +186,11 @@ def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -
     config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
     with pytest.raises(DataError, match="similarity; their fields: score"):
         look_at_data(config)
+    # If no sample can be read, that is reported, and not that a field is missing.
+    (tmp_path / "t.csv").write_text("path,title\ngone.png,a\n")
+    changes = {"image_key": "path", "captions": {"{title}": 1.0}, "filter": {"title": {"in": ["a"]}}}
+    line = the(look_at_data(data_of(tmp_path / "t.csv", **changes)), "samples")
+    assert "gone.png cannot be read" in line.found
 
 
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
