@@ -205,7 +205,9 @@ def draw_pairs(pairs: Iterable[tuple[Tensor, str, str]], path: Path) -> None:
         axis = figure.add_subplot(4, 6, number + 1)
         axis.set_axis_off()
         axis.imshow(image.permute(1, 2, 0))
-        words = textwrap.wrap(caption, 26, max_lines=3, placeholder=" ...")
+        # JSON may contain halves of surrogate pairs, which cannot be drawn.
+        text = caption.encode(errors="replace").decode()
+        words = textwrap.wrap(text, 26, max_lines=3, placeholder=" ...")
         axis.set_title("\n".join([*words, note]), fontsize=8, parse_math=False)
     figure.savefig(path, dpi=80)
 

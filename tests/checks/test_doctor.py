@@ -25,7 +25,7 @@ from disco_ds.checks.recipe import (
     check_start,
 )
 from disco_ds.checks.report import Line, examine
-from disco_ds.checks.samples import check_samples, read_samples
+from disco_ds.checks.samples import check_samples, draw_pairs, read_samples
 from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -418,6 +418,11 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
         assert picture.size == (960, 760)
+
+
+def test_caption_that_is_not_valid_unicode_is_drawn(tmp_path: Path) -> None:
+    draw_pairs([(torch.zeros(3, 8, 8), "half a pair: \ud83d", "")], tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
 
 
 def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
