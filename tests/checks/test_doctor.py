@@ -188,7 +188,11 @@ def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -
         look_at_data(config)
     # If no sample can be read, that is reported, and not that a field is missing.
     (tmp_path / "t.csv").write_text("path,title\ngone.png,a\n")
-    changes = {"image_key": "path", "captions": {"{title}": 1.0}, "filter": {"title": {"in": ["a"]}}}
+    changes = {
+        "image_key": "path",
+        "captions": {"{title}": 1.0},
+        "filter": {"title": {"in": ["a"]}},
+    }
     line = the(look_at_data(data_of(tmp_path / "t.csv", **changes)), "samples")
     assert "gone.png cannot be read" in line.found
 
@@ -442,7 +446,10 @@ def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
 def test_only_three_remote_shards_are_fetched(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [2] * 5)
     with serve(tmp_path / "data") as server:
-        part = {"shards": f"{server.url}/{{00000..00004}}.tar", "manifest": str(tmp_path / "m.json")}
+        part = {
+            "shards": f"{server.url}/{{00000..00004}}.tar",
+            "manifest": str(tmp_path / "m.json"),
+        }
         assert main(["index", part["shards"], "--to", part["manifest"], "--workers=0"]) == 0
         remote = {"cache": str(tmp_path / "cache")}
         config = data_of("unused", shards=None, sources=[part], remote=remote, slots=2)
