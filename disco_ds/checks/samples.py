@@ -18,7 +18,6 @@ from torch import Tensor
 
 from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
-from disco_ds.config.data import is_remote
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
@@ -161,7 +160,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))
     num = len(source.sizes)
     if not isinstance(source, Table):  # the shards of a csv file need not be opened
-        num = min(_NUM_REMOTE if is_remote(str(data.shards)) else _NUM_SHARDS, num)
+        num = min(_NUM_REMOTE if source.open_fetcher() else _NUM_SHARDS, num)
     shards = [i * len(source.sizes) // num for i in range(num)]  # evenly spaced
     generator = random.Random(1)
     positions: list[tuple[int, int]] = []
@@ -206,7 +205,9 @@ def draw_pairs(pairs: Iterable[tuple[Tensor, str, str]], path: Path) -> None:
         axis = figure.add_subplot(4, 6, number + 1)
         axis.set_axis_off()
         axis.imshow(image.permute(1, 2, 0))
-        words = textwrap.wrap(caption, 26, max_lines=3, placeholder=" ...")
+        # JSON may contain halves of surrogate pairs, which cannot be drawn.
+        text = caption.encode(errors="replace").decode()
+        words = textwrap.wrap(text, 26, max_lines=3, placeholder=" ...")
         axis.set_title("\n".join([*words, note]), fontsize=8, parse_math=False)
     figure.savefig(path, dpi=80)
 

@@ -162,7 +162,7 @@ def _take_data(flags: Tree) -> Tree:
         settings |= {"eval.validation.val": take("val_data"), "eval.caption_key": caption}
     # The items of --aug-cfg are those of open_clip's transforms. With timm's, they become a comment.
     items = flags["aug_cfg"]
-    keys = {} if "use_timm" in items else dict(read_words()["flags"]["aug-cfg"]["items"])
+    keys = {} if items.get("use_timm") else dict(read_words()["flags"]["aug-cfg"]["items"])
     if not items.get("color_jitter_prob"):
         keys.pop("color_jitter", None)
     return settings | {keys[name]: items.pop(name) for name in keys if name in items}

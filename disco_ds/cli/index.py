@@ -36,7 +36,9 @@ def run(options: Index) -> int:
     listing = find_shards(options.shards, remote)
     # A folder's manifest.json may be written only if all shards of the folder are listed.
     if not (options.to or options.check or listing.whole) and (
-        listing.urls or list_folder(listing.folder).names != listing.names
+        listing.urls
+        or "/" in listing.names[0]
+        or list_folder(listing.folder).names != listing.names
     ):
         raise ValueError(
             "these are not all shards of the folder, so their manifest cannot be the folder's manifest.json: "

@@ -14,13 +14,22 @@ from pydantic.fields import FieldInfo
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.recipe import PACKAGE, Config, StageSettings
+from disco_ds.config.model import EmaSettings
+from disco_ds.config.recipe import PACKAGE, Config, ProbeSettings, StageSettings, TeacherSettings
 from disco_ds.config.recipe_yaml import assign, read_settings, split_overrides
 from disco_ds.config.settings import Tree, explain_value
 from disco_ds.names import did_you_mean, shorten, suggest
 
-_ITEMS = {"sources": SourceSettings, "stages": StageSettings}
-"""Name of a list in a recipe -> the settings of one item of the list."""
+_ITEMS: dict[str, Any] = {
+    "sources": SourceSettings,
+    "stages": StageSettings,
+    "probes": ProbeSettings,
+    "teacher": TeacherSettings,
+    "ema": EmaSettings,
+}
+"""Name of a list, mapping or optional group of settings -> the class of its items, or of the group.
+
+None of these classes contains another group."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -100,9 +109,9 @@ def _explain(item: Any) -> str:
 def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
     """Return the fields of a group of settings, such as the group at the path ("data", "remote")."""
     model: Any = Config
-    for part in path:
-        # data.sources and stages are tuples. All items of a tuple have the same fields, so skip the index.
-        if not isinstance(part, int):
+    for part in map(str, path):
+        # All items of a list or mapping have the same fields, so skip the index or name of the item.
+        if model not in _ITEMS.values():
             model = _ITEMS.get(part) or model.model_fields[part].annotation
     return model.model_fields
 

@@ -146,7 +146,7 @@ class Encoder:
             for pixels, text, index in samples:
                 lines = [line.strip() for line in text.split("\n") if line.strip()][:most]
                 images.append((index, _hash(pixels.numpy().tobytes())))
-                captions += [(index, _hash(line.encode())) for line in lines]
+                captions += [(index, _hash(line.encode(errors="surrogatepass"))) for line in lines]
                 texts += lines
         sides = []
         for features, keys in ((torch.cat(parts), images), (self.encode_texts(texts), captions)):

@@ -46,6 +46,7 @@ from disco_ds.eval.pairs import HeldOutSet, RetrievalSet
 from disco_ds.eval.probes import ProbeSet
 from disco_ds.eval.results import Result
 from disco_ds.eval.zero_shot import LabeledSet
+from disco_ds.names import explain_errors
 
 logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
@@ -261,7 +262,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     text = read_text(path, "class name file")
     given: dict[str, str] | list[str]
     if path.suffix == ".json":
-        given = TypeAdapter(dict[str, str] | list[str]).validate_json(text)
+        with explain_errors(str(path)):
+            given = TypeAdapter(dict[str, str] | list[str]).validate_json(text)
     else:
         given = _read_lines(text)
         if all("\t" in line for line in given):

@@ -25,7 +25,7 @@ from disco_ds.checks.recipe import (
     check_start,
 )
 from disco_ds.checks.report import Line, examine
-from disco_ds.checks.samples import check_samples, read_samples
+from disco_ds.checks.samples import check_samples, draw_pairs, read_samples
 from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -186,6 +186,15 @@ def test_share_that_a_filter_keeps_and_the_passes_are_reported(tmp_path: Path) -
     config = data_of(tmp_path / "data", filter={"similarity": {"min": 0.3}})
     with pytest.raises(DataError, match="similarity; their fields: score"):
         look_at_data(config)
+    # If no sample can be read, that is reported, and not that a field is missing.
+    (tmp_path / "t.csv").write_text("path,title\ngone.png,a\n")
+    changes = {
+        "image_key": "path",
+        "captions": {"{title}": 1.0},
+        "filter": {"title": {"in": ["a"]}},
+    }
+    line = the(look_at_data(data_of(tmp_path / "t.csv", **changes)), "samples")
+    assert "gone.png cannot be read" in line.found
 
 
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
@@ -415,6 +424,11 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
         assert picture.size == (960, 760)
 
 
+def test_caption_that_is_not_valid_unicode_is_drawn(tmp_path: Path) -> None:
+    draw_pairs([(torch.zeros(3, 8, 8), "half a pair: \ud83d", "")], tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
 def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
     """`disco-ds index --missing skip` records a missing shard with 0 samples, so the doctor must not report it."""
     write_shards(tmp_path / "data", [4, 4])
@@ -427,3 +441,16 @@ def test_missing_shard_that_was_skipped_is_no_problem(tmp_path: Path) -> None:
         line = the(look_at_data(config), "samples")
     assert line.status == "ok"
     assert line.found.startswith("4 read, 0 broken")
+
+
+def test_only_three_remote_shards_are_fetched(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [2] * 5)
+    with serve(tmp_path / "data") as server:
+        part = {
+            "shards": f"{server.url}/{{00000..00004}}.tar",
+            "manifest": str(tmp_path / "m.json"),
+        }
+        assert main(["index", part["shards"], "--to", part["manifest"], "--workers=0"]) == 0
+        remote = {"cache": str(tmp_path / "cache")}
+        config = data_of("unused", shards=None, sources=[part], remote=remote, slots=2)
+        assert the(look_at_data(config), "samples").found.startswith("6 read, 0 broken")

@@ -125,6 +125,7 @@ def test_recipe_of_a_line_of_open_clip_starts(
         # open_clip uses color_jitter only with color_jitter_prob.
         (f"--aug-cfg '{JITTER}'", {"data.augment.color_jitter": (0, 0, 0, 0)}),
         ("--aug-cfg use_timm=True color_jitter=0.4", {"data.augment.color_jitter": (0, 0, 0, 0)}),
+        ("--aug-cfg use_timm=False 'scale=(0.4, 1.0)'", {"data.crop_scale": (0.4, 1.0)}),
         ("--skip-scheduler --warmup 5", {"optim.schedule": "constant", "optim.warmup_steps": 0}),
         ("--lr-scheduler const", {"optim.schedule": "constant", "optim.warmup_steps": 10000}),
         (COOLDOWN, {"optim.schedule": "cosine", "optim.cooldown_steps": 0}),

@@ -36,6 +36,10 @@ RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
             r"unknown key data.augment.rotate; did you mean rotate_degrees\?",
         ),
         ("data.zzz=3", "unknown key data.zzz; valid: source, options, shards"),
+        ("stages=[{until: 64, imagesize: 3}]", r"stages.0.imagesize; did you mean image_size\?"),
+        ("eval.probes.test.trian=a", r"unknown key eval.probes.test.trian; did you mean train\?"),
+        ("teacher.modle=a", r"unknown key teacher.modle; did you mean model\?"),
+        ("optim.ema.deacy=0.9", r"unknown key optim.ema.deacy; did you mean decay\?"),
     ],
 )
 def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) -> None:

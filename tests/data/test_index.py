@@ -142,8 +142,9 @@ def test_index_elsewhere_and_of_a_part(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = folder / "{00000..00001}.tar"
-    assert run(part) == 2
-    assert "--to FILE" in capsys.readouterr().err
+    for some in (part, tmp_path / "*/*.tar"):
+        assert run(some) == 2
+        assert "--to FILE" in capsys.readouterr().err
     assert run(part, "--to", tmp_path / "part.json") == 0
     assert not (folder / NAME).exists()
     (found,) = load_sources(settings(part, manifest=tmp_path / "part.json"))

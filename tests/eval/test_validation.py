@@ -17,6 +17,7 @@ from disco_ds.distributed import comm
 from disco_ds.eval import Result, evaluate_sets, load_sets, record
 from disco_ds.models.clip import build_model, build_tokenizer
 from helpers.dist import run_ranks
+from helpers.shards import make_sample, write_shards
 from helpers.towers import BPE_SIZE, IMAGE_SIZE, write_tiny
 
 SHARDS, CAPTION = "bundled:emoji/unseen", "{json[caption]}"
@@ -139,6 +140,19 @@ def test_identical_captions_and_images_are_all_right_answers(tmp_path: Path) -> 
     # Image 1 is red 1, but both of its captions begin with 0: it ties with no caption of its own.
     assert retrieval.values["t2i_r1"] == 1.0
     assert retrieval.values["i2t_r1"] == 0.75
+
+
+def test_caption_with_half_a_surrogate_pair_is_evaluated(tmp_path: Path) -> None:
+    """JSON may contain such a text; the tokenizers of open_clip accept it."""
+    caption = b'{"caption": "1 \\ud83d"}'
+    write_shards(tmp_path, [2], lambda index, _: make_sample(1) | {"json": caption})
+    sets = EvalSettings(retrieval={"r": str(tmp_path)}, caption_key=CAPTION)
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([int(text[:1] or 0) for text in texts])
+
+    (found,) = evaluate_sets(ByColor(), load_sets(sets, DATA), ImageSpec((4, 4)), tokenize, 4)
+    assert found.values["i2t_r1"] == 1.0
 
 
 def test_labeled_csv_is_classified_and_needs_no_groups(tmp_path: Path) -> None:

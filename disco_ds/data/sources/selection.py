@@ -109,12 +109,13 @@ class Selection:
         return self._prepare(members, name()) if self.stages else members
 
     def check_fields(self) -> None:
-        """Check that at least one of the first samples had each field of data.filter.
+        """Check that at least one of the first samples, if there were any, had each field of data.filter.
 
         Raises:
             DataError: If a field is missing.
         """
-        if missing := sorted(self.rules.keys() - self._seen):
+        missing = sorted(self.rules.keys() - self._seen)
+        if self._seen and missing:
             raise DataError(
                 f"data.filter: none of the first {self._num_seen:,} samples has the field {', '.join(missing)}; their "
                 f"fields: {', '.join(sorted(self._seen))}"
