@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,7 @@ def test_whole_shards_are_dropped(folder: Path) -> None:
         ({"transforms": f"{NAME}:fail"}, r"fail failed: RuntimeError: no file"),
         ({"transforms": f"{NAME}:none"}, r"has no none"),
         ({"uids": "/none.npy"}, r"/none.npy cannot be read as uids"),
+        ({"uids": os.devnull}, r"null cannot be read as uids: EOFError"),
     ],
 )
 def test_selection_that_cannot_work_is_refused_at_the_start(

@@ -21,7 +21,7 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members
 from disco_ds.data.errors import DataError, DroppedSample, breaks_sample
 from disco_ds.data.sources.base import Reader
-from disco_ds.names import load_custom
+from disco_ds.names import explain_errors, load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 """A per-sample stage of webdataset: converts an iterable of samples into another iterable."""
@@ -168,10 +168,8 @@ def read_uids(path: Path) -> np.ndarray:
     Raises:
         ValueError: If the file cannot be read, has another data type, or is large and not sorted.
     """
-    try:
+    with explain_errors(f"{path} cannot be read as uids"):
         uids = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as uids: {error}") from None
     if uids.dtype != np.dtype("u8,u8"):
         raise ValueError(
             f"{path} has the type {uids.dtype}, expected pairs of uint64 as in DataComp"
