@@ -41,9 +41,13 @@ def evaluation_settings(
         weights: Weights to load into the named model, or None.
 
     Raises:
-        ValueError: If the settings are invalid or name no evaluation set.
+        ValueError: If the model is missing, or if the settings are invalid or name no evaluation set.
     """
     path = Path(model)
+    if not weights and not path.exists():
+        raise ValueError(
+            f"{model} does not exist; to evaluate a model by its name, add --weights FILE"
+        )
     # The path may be RUN or RUN/checkpoints/step-N.
     found = [
         folder / CONFIG
@@ -111,11 +115,7 @@ def load_model(
         changes = recipe.model_dump(include=LOOKS) if recipe else {}
         settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)
         module = build_model(settings)
-    elif Path(model).exists():
+    else:
         read = read_weights(Path(model), ema)
         settings, module = read.settings, build_from(read)
-    else:
-        raise ValueError(
-            f"{model} does not exist; to evaluate a model by its name, add --weights FILE"
-        )
     return module.to(comm.local_device()).eval(), build_tokenizer(settings, module)

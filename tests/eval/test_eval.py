@@ -427,11 +427,12 @@ def test_command_stops_with_1_when_no_image_can_be_read(layouts):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model"], "nothing to evaluate on"),
-        (["model", "eval.labeled.x=y", "--json", "no/where.json"], "there is no folder no"),
-        (["model", "eval.labelled.x=y"], "did you mean labeled"),
-        (["model", "--config", "quickstar"], "unknown recipe"),
-        (["model", "eval"], "not of the form"),
+        (["nowhere"], "nowhere does not exist"),
+        (["."], "nothing to evaluate on"),
+        ([".", "eval.labeled.x=y", "--json", "no/where.json"], "there is no folder no"),
+        ([".", "eval.labelled.x=y"], "did you mean labeled"),
+        ([".", "--config", "quickstar"], "unknown recipe"),
+        ([".", "eval"], "not of the form"),
     ],
 )
 def test_mistake_on_the_command_line_is_told_before_any_work(arguments, words, capsys):
