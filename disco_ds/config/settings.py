@@ -75,6 +75,8 @@ def explain_value(key: str, item: Any) -> str:
     if item["type"] in ("value_error", "assertion_error"):
         text = str(item["ctx"]["error"])  # a message about several settings names them itself
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
-    expected = re.sub(r", (unable to|got a) .*| after validation", "", item["msg"])
+    expected = re.sub(
+        r", (unable to|got a) .*| after validation| or instance of .*", "", item["msg"]
+    )
     expected = re.sub(r"^\w+ should", "must", expected)
     return f"{key} {expected}, got {shorten(repr(item['input']))}"

@@ -148,7 +148,7 @@ OVERRIDES = [
     ("deepspeed=[]", "must be a bundled name, a path or a mapping"),
     ("optim.lr=[", "syntax error"),
     ("..=3", "not of the form a.b=value"),
-    ("loss=siglip", "loss must be a valid dictionary"),
+    ("loss=siglip", "loss must be a valid dictionary, got 'siglip'"),
     ("data.source=odd", "data.source must match pattern"),
 ]  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["model.patch_dropout=1"], "model.patch_dropout must be less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "model.lock_image and model.lock_text"),
         (["optim.image.layer_decay=1.1"], "optim.image.layer_decay .*equal to 1, got 1.1"),
-        (["model=3"], "model must be a valid dictionary .*got 3"),
+        (["model=3"], "model must be a valid dictionary, got 3"),
         (["data.source=shards"], "data.shards is missing"),
         (["data.captions={a: -1}"], "data.captions: .*weight"),
         (["data.captions={a: 0}"], "data.captions: .*weight"),
