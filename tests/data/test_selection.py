@@ -192,8 +192,8 @@ def test_whole_shards_are_dropped(folder: Path) -> None:
         ({"transforms": f"{NAME}:batch"}, r"stage batched, which does not handle"),
         ({"transforms": f"{NAME}:fail"}, r"fail failed: RuntimeError: no file"),
         ({"transforms": f"{NAME}:none"}, r"has no none"),
-        ({"uids": "/none.npy"}, r"/none.npy cannot be read as uids"),
-        ({"uids": os.devnull}, r"null cannot be read as uids: EOFError"),
+        ({"uids": "/none.npy"}, r"/none.npy cannot be read as an .npy file of uids"),
+        ({"uids": os.devnull}, r"null cannot be read as an .npy file of uids: EOFError"),
     ],
 )
 def test_selection_that_cannot_work_is_refused_at_the_start(

@@ -168,7 +168,7 @@ def read_uids(path: Path) -> np.ndarray:
     Raises:
         ValueError: If the file cannot be read, has another data type, or is large and not sorted.
     """
-    with explain_errors(f"{path} cannot be read as uids"):
+    with explain_errors(f"{path} cannot be read as an .npy file of uids"):
         uids = np.load(path, mmap_mode="r")
     if uids.dtype != np.dtype("u8,u8"):
         raise ValueError(
