@@ -209,7 +209,7 @@ class Plan(Assumptions, WithRecipe):
 
     Examples:
       disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
-      disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted --batch largest
+      disco-ds plan --config my.yaml --ranks 8 --gpu-memory A100-40G --fit fitted --batch largest
     The options from --data-samples to --bandwidth are assumptions: replace them with measured values.
     exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--fit)
     """
