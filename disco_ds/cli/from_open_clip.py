@@ -24,7 +24,7 @@ from disco_ds.config.settings import Tree
 
 MAIN = re.compile(r"(.*[./])?(open_clip_train|training)[./]main(\.py)?")
 """Matches the word of a command line that names open_clip's training program. The words after it are the flags."""
-OTHER_DEFAULTS = ("lr", "eps", "precision", "workers", "log_every_n_steps")
+OTHER_DEFAULTS = ("lr", "eps", "precision", "workers", "log_every_n_steps", "warmup")
 """Flags in the table whose default may differ from ours. They are translated even if they are not given."""
 TABLES = (".csv", ".tsv")
 
@@ -174,13 +174,15 @@ def _take_length(flags: Tree, global_batch: int) -> Tree:
     epochs, num_samples = take("epochs"), take("train_num_samples")
     scale = num_samples / global_batch if num_samples else 1
     settings: Tree = {"samples": epochs * num_samples} if num_samples else {"epochs": epochs}
-    cooldown_steps, warmup_steps = 0, take("warmup")
+    cooldown_steps, warmup_steps = 0, flags["warmup"]
     if flags["lr_scheduler"] == "const-cooldown" and num_samples:
         flags["lr_scheduler"] = None
         cooldown_steps = ceil((take("epochs_cooldown") or 0) * scale)
         settings |= {"optim.schedule": "cooldown", "optim.cooldown_steps": cooldown_steps}
     if num_samples:  # open_clip's warmup may be longer than the run
         warmup_steps = min(warmup_steps, int(epochs * scale) - cooldown_steps)
+    if warmup_steps == flags["warmup"]:  # otherwise, the flag becomes a comment
+        take("warmup")
     intervals = {"checkpoint": take("save_frequency"), "eval": take("val_frequency")}
     zero_shot = take("zeroshot_frequency")
     if flags["imagenet_val"] or flags["imagenet_v2"]:

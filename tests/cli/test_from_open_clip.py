@@ -187,12 +187,13 @@ def test_flag_without_counterpart_becomes_a_comment(tmp_path: Path) -> None:
     line = (
         "--local-loss --opt timm/adan --debug --image-interpolation random --val-data '{0..9}.tar'"
     )
-    line += " --aug-cfg re_prob=0.2 --force-image-size 224 336"
+    line += " --train-num-samples 640 --aug-cfg re_prob=0.2 --force-image-size 224 336"
     with pytest.raises(ValueError, match=r"model.image_size must be a valid integer"):
         load(f"--train-data x {line}", 1, tmp_path)
     _, text = load(f"--train-data x {line.rpartition(' --')[0]} --epochs-cooldown 2", 1, tmp_path)
     comments = [line for line in text.splitlines() if line.startswith("# ")]
     for words in (
+        "--warmup 10000: optim.warmup_steps; ",
         "--local-loss: not needed",
         "--precision amp: deepspeed; bf16 autocast",
         "--opt timm/adan: optim.name; adamw",
