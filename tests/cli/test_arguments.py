@@ -417,7 +417,7 @@ def test_port_in_use_is_one_line(command: list[str], tmp_path: Path) -> None:
         whole = [sys.executable, "-m", "disco_ds", *command]
         environment = os.environ | ranks
         done = subprocess.run(
-            whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+            whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
         )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

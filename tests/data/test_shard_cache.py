@@ -197,7 +197,8 @@ def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
 
     The other process then holds the lock of the complete file.
     """
-    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0)
+    # The first fetch must not time out while the other process starts.
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0, timeout_s=600)
     server.halves.add("/00001.tar")
     thread = threading.Thread(target=lambda: held.append(cache.open(1)))
     held: list[Any] = []
