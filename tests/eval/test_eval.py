@@ -273,6 +273,7 @@ def test_config_yaml_next_to_exports_is_not_that_of_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("a: setting of another program")
+    (tmp_path / "exports" / "first").mkdir(parents=True)
     labeled = ["eval.labeled.unseen=bundled:emoji/unseen"]
     assert evaluation_settings("exports/first", labeled, None, None).eval.labeled
 
