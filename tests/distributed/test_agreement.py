@@ -110,7 +110,7 @@ def start_where_rank_1_has_no_recipe(recipe: Path, command: str) -> int:
     words = (
         ["train"]
         if command == "train"
-        else ["eval", "runs/none", "eval.labeled.unseen=bundled:emoji/unseen"]
+        else ["eval", str(recipe.parent), "eval.labeled.unseen=bundled:emoji/unseen"]
     )
     return main([*words, "--config", str(known)])
 
