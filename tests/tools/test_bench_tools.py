@@ -83,7 +83,10 @@ def test_slices_fail_alone_and_are_resumed(tmp_path):
     assert found["raise"].records[2] == {"number": 1, "problem": "ValueError: first ... last"}
     assert found["raise"].records[3] == {"number": 2}
     assert found["crash"].records == [{"started": True}]
-    assert found["hang"].records in ([], [{"started": True}])  # its time may be over before it starts
+    assert found["hang"].records in (
+        [],
+        [{"started": True}],
+    )  # its time may be over before it starts
     assert "last words" in (tmp_path / "x.log").read_text()
     # Slices that have ended are skipped. "good" is repeated, as if its process had been killed.
     kept = [
