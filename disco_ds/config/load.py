@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.model import EmaSettings
-from disco_ds.config.recipe import PACKAGE, Config, ProbeSettings, StageSettings, TeacherSettings
+from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, read_settings, split_overrides
-from disco_ds.config.settings import Tree, explain_value
+from disco_ds.config.settings import Settings, Tree, explain_value
 from disco_ds.names import did_you_mean, shorten, suggest
-
-_ITEMS: dict[str, Any] = {
-    "sources": SourceSettings,
-    "stages": StageSettings,
-    "probes": ProbeSettings,
-    "teacher": TeacherSettings,
-    "ema": EmaSettings,
-}
-"""Name of a list, mapping or optional group of settings -> the class of its items, or of the group.
-
-None of these classes contains another group."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -109,11 +96,19 @@ def _explain(item: Any) -> str:
 def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
     """Return the fields of a group of settings, such as the group at the path ("data", "remote")."""
     model: Any = Config
-    for part in map(str, path):
-        # All items of a list or mapping have the same fields, so skip the index or name of the item.
-        if model not in _ITEMS.values():
-            model = _ITEMS.get(part) or model.model_fields[part].annotation
+    for part in path:
+        # The index or name of an item of a list or mapping is no field.
+        if part in model.model_fields:
+            model = next(_find_groups(model.model_fields[part].annotation), model)
     return model.model_fields
+
+
+def _find_groups(annotation: Any) -> Iterator[type[Settings]]:
+    """Yield the groups of settings in a type, such as SourceSettings in `tuple[SourceSettings, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _find_groups(part)
 
 
 @cache
