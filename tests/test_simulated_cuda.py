@@ -102,7 +102,6 @@ def test_a_step_waits_on_few_of_our_lines_whatever_its_micro_batches(stage, K, f
     [
         *(
             "step with image_staging=device",
-            "step with image_staging=compressed",
             "step with augmentation",
             "step of two views",
         ),

@@ -26,7 +26,7 @@ FIELD = re.compile(rf"{_MEMBER}(\|{_MEMBER})*")
 """Matches the content of a template field: the extension of a sample's tar member, such as txt. For a JSON member, the
 keys of an entry may follow in brackets. Several alternatives may be separated by `|`."""
 
-Pixels = Literal["device", "host", "compressed"]
+Pixels = Literal["device", "host"]
 """Values of the setting image_staging, which selects where the images of a step are kept."""
 
 

@@ -308,8 +308,7 @@ class Config(Settings):
     image_staging: Pixels = "device"
     """Where the images of a step are kept between the first and the second forward pass of their micro-batches.
     `device` keeps them as uint8 in device memory. `host` keeps them as uint8 in pinned host memory; choose it if device
-    memory is short. `compressed` keeps them undecoded in the memory of the data workers, which decode them again
-    for the second pass; choose it if host memory is short too."""
+    memory is short."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """The run ends with an error if a collective operation or a phase of a step takes longer than
     this many seconds. If the process of one rank is behind, the error names this rank. Raise the

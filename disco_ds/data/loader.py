@@ -37,7 +37,6 @@ from disco_ds.data.batches import (
     count_bytes,
     count_on_device,
 )
-from disco_ds.data.errors import DataError
 from disco_ds.data.order import Cursor
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
@@ -77,7 +76,6 @@ class Loader:
     - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
       copied.
     - "host": The buffers on the host are kept until the end of the step, and are copied to the device a second time.
-    - "compressed": The workers keep the compressed images, and decode them a second time into the next free buffers.
 
     Args:
         settings: Settings of the data.
@@ -144,10 +142,9 @@ class Loader:
         self._data = StepData()
         """The record of the current step's data."""
         self._first: Iterator[MicroBatch] = iter(())
-        self._second: Iterator[MicroBatch] = iter(())
-        """Iterators over the micro-batches of the current step's two passes."""
+        """Iterator over the micro-batches of the current step's first pass."""
         self._kept: list[Delivery] = []
-        """The micro-batches of the current step, unless images are kept compressed."""
+        """The micro-batches of the current step."""
         self._damaged: set[str] = set()
         """Descriptions of the damaged shards so far."""
         self._resources = ExitStack()
@@ -174,7 +171,6 @@ class Loader:
             cursor=self.position.cursor,
             # The number of positions p < samples with p % size == rank.
             first_sample=(self.position.samples + share.size - 1 - share.rank) // share.size,
-            decode_twice=self._kept_on == "compressed",
             batches=self._batches,
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
@@ -206,13 +202,9 @@ class Loader:
         if self._kept_on == "host":
             for _ in self._kept:
                 self._feed.release()
-        elif self._kept_on == "compressed" and self._error is None:
-            with suppress(DataError):  # the next step reports the error
-                for _ in self._second:
-                    pass
         self._before = self.position
         self._data = StepData(error=self._error, text=[] if keep_text else None)
-        self._first, self._second, self._kept = self._read_first(), self._read_second(), []
+        self._first, self._kept = self._read_first(), []
         return self._data
 
     def first_pass(self) -> Iterator[MicroBatch]:
@@ -227,15 +219,15 @@ class Loader:
         return self._first
 
     def second_pass(self) -> Iterator[MicroBatch]:
-        """Return this step's micro-batches once more, in the same order, except the last one.
+        """Yield this step's micro-batches once more, in the same order, except the last one.
 
         A micro-batch is valid until the next one is requested.
-
-        Raises:
-            DataError: If a micro-batch cannot be decoded again. A placeholder would make the gradients wrong, because
-                the loss of this step was computed from the real samples.
         """
-        return self._second
+        repeated = self._kept[:-1]
+        if self._kept_on == "device":
+            yield from (delivery.batch for delivery in repeated)
+        else:
+            yield from self._feed.repeat([delivery.host for delivery in repeated])
 
     def drop_step(self) -> None:
         """Reset the position to the start of this step, and read no more data.
@@ -260,36 +252,17 @@ class Loader:
             batch = None
             if self._error is None:
                 try:
-                    batch = self._accept(self._take(), is_last=left == 0)
+                    start = time.perf_counter()
+                    delivery = self._feed.take()
+                    self._data.wait_s += time.perf_counter() - start
+                    batch = self._accept(delivery, is_last=left == 0)
                 except Exception as error:
-                    self._error = self._describe(error, self.position.steps + 1)
+                    step = self.position.steps + 1
+                    self._error = (
+                        f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
+                    )
             self._data.error = self._error
             yield batch or self._make_placeholder()
-
-    def _read_second(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the second pass."""
-        repeated = self._kept[:-1]
-        if self._kept_on == "device":
-            yield from (delivery.batch for delivery in repeated)
-        elif self._kept_on == "host":
-            yield from self._feed.repeat([delivery.host for delivery in repeated])
-        else:
-            for _ in range(self._share.num_micro_batches - 1):
-                try:
-                    delivery = self._take()
-                except Exception as error:
-                    self._error = self._describe(error, self.position.steps)
-                    raise DataError(self._error) from None
-                self._recycle()
-                yield delivery.batch
-
-    def _take(self) -> Delivery:
-        """Wait for the next micro-batch, and record the waiting time."""
-        start = time.perf_counter()
-        try:
-            return self._feed.take()
-        finally:
-            self._data.wait_s += time.perf_counter() - start
 
     def _accept(self, delivery: Delivery, is_last: bool) -> MicroBatch:
         """Record a micro-batch of the first pass, and return it."""
@@ -318,22 +291,13 @@ class Loader:
                 position.dropped + data.dropped,
                 position.cursor | data.cursor,
             )
-        if self._kept_on != "compressed":
-            self._kept.append(delivery)
-        if self._kept_on != "host":
-            self._recycle()
-        elif not is_last:
+        self._kept.append(delivery)
+        if self._kept_on == "device":
+            self._feed.release()
+        if self._kept_on == "device" or not is_last:
             # After the last micro-batch, the second pass needs the buffers on the device.
             self._feed.look_ahead()
         return batch
-
-    def _recycle(self) -> None:
-        """Release a buffer on the host, and start copying the next micro-batch if it is decoded."""
-        self._feed.release()
-        self._feed.look_ahead()
-
-    def _describe(self, error: Exception, step: int) -> str:
-        return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
 
     def _make_placeholder(self) -> MicroBatch:
         arrays = self._batches.buffers[0].items()

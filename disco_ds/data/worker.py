@@ -20,8 +20,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -80,9 +79,6 @@ class WorkerSpec:
     """The position from which to start reading each stream of `slots`."""
     first_sample: int
     """Number of the first sample to read, among the rank's samples."""
-    decode_twice: bool
-    """True if the workers decode the images of a step twice: once for each of GradAccum's passes. The last micro-batch
-    of a step is decoded only once."""
     batches: SharedBatches
     """The shared buffers to write into."""
     ahead: FetchAhead
@@ -111,20 +107,14 @@ class _OpenSource:
         self._selection = Selection.load(self.settings)
         self.reader: Reader = source.open(len(spec.own_slots), self.settings.window)
 
-    def read(self, shard: int, entry: int, key: SampleKey) -> tuple[Sample, Callable[[], Sample]]:
-        """Read and prepare a sample.
-
-        Returns:
-            The sample, and a function that prepares it once more. The function holds the compressed image, so that a
-            worker can keep all samples of a step.
-        """
+    def read(self, shard: int, entry: int, key: SampleKey) -> Sample:
+        """Read and prepare a sample."""
         patience_s = self.settings.retry_s
         with breaks_sample(OSError):
             read = self._selection.read
             members = read_patiently(read, patience_s, self.reader, shard, entry)
-        again = partial(self._prepare, members, key, self.settings, self._inputs)
         try:
-            return again(), again
+            return self._prepare(members, key, self.settings, self._inputs)
         except DataError as error:
             raise DataError(f"{self.reader.name(shard, entry)}: {error}") from None
 
@@ -155,47 +145,37 @@ class _StreamReader:
         source = self._sources[number]
         reader: Any = source.reader
 
-        def count(shard: int) -> int:
+        def count_entries(shard: int) -> int:
             return read_patiently(reader.count, source.settings.retry_s, shard)
 
-        return self._spec.order.orders[number].entries(slot, self.cursor[stream], count)
+        return self._spec.order.orders[number].entries(slot, self.cursor[stream], count_entries)
 
     def close(self) -> None:
         """Close all files."""
         for source in self._sources:
             source.reader.close()
 
-    def fill(
-        self, start: int, batch: MicroBatch
-    ) -> tuple[list[tuple[int, Callable[[], Sample]]], Report]:
-        """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`.
-
-        Returns:
-            For each row, its number and a function that prepares its sample once more; and the report on the rows.
-        """
+    def fill(self, start: int, batch: MicroBatch) -> Report:
+        """Write the worker's rows of one micro-batch, whose first sample is the rank's sample number `start`."""
         spec = self._spec
-        rows = []
         report = Report()
         for q in range(start, start + spec.share.micro_batch):
             number, i = divmod(q, len(spec.slots))
             # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
             if i % spec.num_workers == spec.worker:
-                sample, again = self.next(spec.order.stream(spec.slots[i], number), report)
-                write_row(batch, q - start, sample)
-                rows.append((q - start, again))
+                sample = self.next(spec.order.stream(spec.slots[i], number), report)
+                for name, array in batch.items():
+                    array[q - start] = sample[name]
         spec.at[:3] = -1, -1, -1
         spec.ahead.move(dict(self.cursor))
-        return rows, report
+        return report
 
-    def next(self, stream: int, report: Report) -> tuple[Sample, Callable[[], Sample]]:
+    def next(self, stream: int, report: Report) -> Sample:
         """Read the stream's next usable sample.
 
         Args:
             stream: Number of the stream.
             report: The report, in which skipped samples are counted and the stream's position is updated.
-
-        Returns:
-            The sample, and a function that prepares it once more.
 
         Raises:
             DataError: If too many samples are broken, or if the stream has no usable sample in many epochs (see
@@ -215,10 +195,10 @@ class _StreamReader:
             spec.at[:3] = number, shard, entry
             progress.add()  # shows the trainer that this worker is alive
             try:
-                read = source.read(shard, entry, key)
+                sample = source.read(shard, entry, key)
                 self._num_read += 1
                 self.cursor[stream] = report.cursor[stream] = cursor
-                return read
+                return sample
             except DroppedSample:
                 report.dropped += 1
             except BrokenSample as error:
@@ -255,14 +235,8 @@ class _StreamReader:
                 )
 
 
-def write_row(batch: MicroBatch, row: int, sample: Sample) -> None:
-    """Write a sample to a row of a micro-batch."""
-    for name, array in batch.items():
-        array[row] = sample[name]
-
-
 def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[Report, None, None]:
-    """Write one worker's rows of every micro-batch of its rank, step by step, until the iterator is closed.
+    """Write one worker's rows of every micro-batch of its rank, until the iterator is closed.
 
     Args:
         spec: Which rows to write, and where to read their samples.
@@ -279,24 +253,9 @@ def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[R
     with closing(_StreamReader(spec)) as reader:
         spec.ahead.move(dict(reader.cursor))
         spec.ahead.start()
-        start = spec.first_sample
-        while True:
-            first_pass = []
-            for _ in range(spec.share.num_micro_batches):
-                wait()
-                rows, report = reader.fill(start, next(buffers))
-                yield report
-                if spec.decode_twice:
-                    first_pass.append(rows)
-                start += spec.share.micro_batch
-            # GradAccum's second pass does not request the last micro-batch, because its autograd graph is kept.
-            for rows in first_pass[:-1]:
-                wait()
-                batch = next(buffers)
-                for row, again in rows:
-                    write_row(batch, row, again())
-                    progress.add()
-                yield Report()
+        for start in count(spec.first_sample, spec.share.micro_batch):
+            wait()
+            yield reader.fill(start, next(buffers))
 
 
 class InProcess:

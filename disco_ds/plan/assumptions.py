@@ -19,8 +19,6 @@ class Assumptions(BaseModel):
     """Memory lost to fragmentation, as a fraction of all other memory."""
     context_gib: float = Field(1.0, ge=0, title="GIB")
     """Memory of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
-    image_kb: float = Field(30.0, gt=0, title="KB")
-    """Size of a compressed image, for recipes with image_staging=compressed."""
     text_tokens: float | None = Field(None, ge=1, title="N")
     """Mean number of tokens per caption, for text towers that skip padding (default: read from the shards if they are
     local, otherwise as many as the model allows)."""

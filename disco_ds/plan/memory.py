@@ -117,8 +117,6 @@ def plan_memory(
     workers = 1 if config.data.workers is None else config.data.workers
     buffers = count_buffers(config.data.prefetch, K, config.image_staging, workers, LEAST_AHEAD)
     host["pixels, in buffers"] = buffers * config.micro_batch * towers.sample
-    if config.image_staging == "compressed":
-        host["images, compressed"] = b * int(1000 * assumed.image_kb)
     if cost.state_on_host:
         host["loss"] = cost.state
     return Memory(ordered, host)

@@ -233,7 +233,7 @@ def fit(
     # lamb, muon and offload may need other settings at another stage. With them, only the recipe's stage is tried.
     is_free = given and config.optim.name not in ("lamb", "muon") and not offloads
     stages = (1, 2, 3) if is_free and batch == "same" else (given,)
-    stagings = [config.image_staging] if host_gib is None else ["device", "host", "compressed"]
+    stagings = [config.image_staging] if host_gib is None else ["device", "host"]
 
     plan = partial(Plan, ranks=ranks, gpu=gpu, assumed=assumed)
 

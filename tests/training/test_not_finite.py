@@ -236,7 +236,7 @@ NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
 
 
 def non_finite_of_one_stage(path: Path) -> None:
-    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
+    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="host")
     features(path)
     too_many(path)
     out_of_step()
