@@ -5,7 +5,7 @@
 #               (docs/gpu.md); RANKS=2 (or 4): what needs several ranks, which share a GPU if there are fewer GPUs;
 #               NCCL=FILE: with the libnccl.so.2 in FILE instead of torch's
 # make check    lint, format and types
-# make wheel    builds sdist and wheel into dist/ and tries the wheel in an empty environment (tools/make/wheel.py)
+# make wheel    builds sdist and wheel into dist/ and tries the wheel (tools/make/wheel.py)
 # make bench-gpu  losses, training steps, GradAccum, memory and data on one GPU, beside open_clip and the published losses,
 #                 as tables (docs/gpu.md); BUDGET=540 ends it within that many seconds, and the next call goes on;
 #                 ONLY='"step: *" "peak: *"' takes some; REHEARSE=1: every slice at tiny shapes, on the CPU too

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of a run: schedules, parameter groups, and the learning rate of updates at every ZeRO stage."""
+"""The DeepSpeed engine of a run: schedules, parameter groups, and the updates at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds.config import OptimSettings, render_ds_config
 from disco_ds.distributed import comm
@@ -290,6 +291,51 @@ def test_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
     model.visual.gain = torch.nn.Parameter(torch.tensor(0.5))
     with pytest.raises(ValueError, match=r"cannot train visual.gain, .* give it the shape \[1\]"):
         build_engine(model, config.optim, render_ds_config(config, 1))
+
+
+# The end of a step
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the calls of torch's operators, without views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(model: str, stage: int) -> tuple[int, int, int]:
+    """Return the number of parameters, and of operations until and after the end of the backward pass of a step."""
+    optim = {"optim__name": "adamw", "optim__clip_norm": 1.0}
+    config = tiny_config(model, {"zero_optimization": {"stage": stage}}, **optim)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, 1))
+    operations = CountOperations()
+    until_end = 0
+    reduce = engine.allreduce_gradients
+
+    def begin_end(*args: Any, **kwargs: Any) -> None:
+        nonlocal until_end
+        until_end = operations.count
+        reduce(*args, **kwargs)
+
+    engine.allreduce_gradients = begin_end
+    backward_and_step(engine, iter([surrogate(engine, 0)]))  # creates the optimizer's states
+    with operations:
+        backward_and_step(engine, iter([surrogate(engine, 0)]))
+    return len(list(engine.module.parameters())), until_end, operations.count - until_end
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_end_of_a_step_has_fewer_operations_than_the_model_has_parameters(
+    stage: int, tmp_path: Path
+) -> None:
+    """DeepSpeed alone takes 946 operations at ZeRO 0 and 1,344 at ZeRO 1 for 302 parameters."""
+    ((num, backward, end),) = run_ranks(count_operations, 1, write_tiny(tmp_path, layers=20), stage)
+    assert num > 250
+    assert backward > num
+    assert end < num / 2
 
 
 # The reduction of gradients

@@ -1,7 +1,6 @@
-"""Build the sdist and the wheel, try the wheel in a temporary environment, and copy both to dist/ (`make wheel`).
+"""Build the sdist and the wheel, try the wheel in a temporary folder, and copy both to dist/ (`make wheel`).
 
-In the temporary environment, disco_ds comes from the wheel. All other packages are those of the Python that runs this
-tool, so nothing is downloaded.
+All other packages are those of the Python that runs this tool, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +31,7 @@ def main() -> int:
         if missing:
             print(f"{wheel.name} lacks {', '.join(missing)}", file=sys.stderr)
             return 1
-        try_out(wheel, work / "env", work)
+        try_out(wheel, work / "installed")
         dist = ROOT / "dist"
         dist.mkdir(exist_ok=True)
         for path in (work / "dist").iterdir():
@@ -71,56 +69,28 @@ def expected() -> list[str]:
     return found
 
 
-def try_out(wheel: Path, env: Path, work: Path) -> None:
-    """Install the wheel in a new environment, and run `disco-ds` from it.
+def try_out(wheel: Path, folder: Path) -> None:
+    """Install the wheel in a new folder, and run `disco-ds` from there.
 
     Raises:
         subprocess.CalledProcessError: If a command fails.
-        RuntimeError: If disco_ds is not imported from the new environment.
+        RuntimeError: If disco_ds is not imported from the folder.
     """
-    venv.create(env, with_pip=False)
-    python = env / "bin" / "python"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        str(wheel),
-    ]
-    subprocess.run([*command, "--no-index"], check=True)
-    # others.pth makes the packages of this Python importable. It appends them to the end of the path, so that disco_ds
-    # is imported from the wheel even if these packages include a disco_ds that is installed from the repository.
-    (site,) = (env / "lib").glob("python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages")] or [
-        sysconfig.get_paths()["purelib"]
-    ]
-    (site / "others.pth").write_text("\n".join(others) + "\n")
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    where = subprocess.run(
-        [python, "-c", "import disco_ds; print(disco_ds.__file__)"],
-        cwd=work,
-        env=clean,
-        check=True,
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True)
+    # PYTHONPATH comes before the packages of this Python, which may include a disco_ds from the repository.
+    call = partial(
+        subprocess.check_output,
+        cwd=folder.parent,
+        env=os.environ | {"PYTHONPATH": str(folder)},
         text=True,
-        stdout=subprocess.PIPE,
-    ).stdout.strip()
-    if not Path(where).is_relative_to(env):
-        raise RuntimeError(
-            f"the empty environment imports disco_ds from {where}, not from the wheel"
-        )
+    )
+    where = call([sys.executable, "-c", "import disco_ds; print(disco_ds.__file__)"]).strip()
+    if not Path(where).is_relative_to(folder):
+        raise RuntimeError(f"disco_ds is imported from {where}, not from the wheel")
     for arguments in (["--help"], ["train", "--config", "quickstart", "--dry-run"]):
-        subprocess.run(
-            [env / "bin" / "disco-ds", *arguments],
-            cwd=work,
-            env=clean,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-    print(f"{wheel.name}: disco-ds runs from {Path(where).parent.relative_to(env)}")
+        call([folder / "bin" / "disco-ds", *arguments])
+    print(f"{wheel.name}: disco-ds runs from the wheel")
 
 
 if __name__ == "__main__":

@@ -202,19 +202,13 @@ def main(argv: list[str] | None = None) -> int:
         "parents", nargs="+", metavar="RUN", help="run folders or checkpoints, one for each seed"
     )
     parser.add_argument(
-        "--batches",
-        nargs="+",
-        type=int,
-        required=True,
-        metavar="B",
-        help="global batches to compare",
+        "--batches", nargs="+", type=int, required=True, help="global batches to compare"
     )
     parser.add_argument(
         "--samples",
         type=int,
         required=True,
-        metavar="N",
-        help="number of samples in each branch, a multiple of every batch",
+        help="samples of each branch, a multiple of every batch",
     )
     parser.add_argument(
         "--rates",
