@@ -55,11 +55,6 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "ds_config: offload to nvme is refused: DeepSpeed 0.19 restores only a part of the optimizer's states from "
             "nvme when a run is resumed; offload to cpu"
         )
-    if config.optim.name == "muon" and zero.get("round_robin_gradients"):
-        raise ValueError(
-            "optim.name=muon is refused with zero_optimization.round_robin_gradients: DeepSpeed then records wrong "
-            "positions for the matrices; remove that key"
-        )
     if any(place.get("ratio", 1) != 1 or place.get("super_offload") for place in places):
         raise ValueError(
             "ds_config: zero_optimization.offload_optimizer must have neither super_offload nor a ratio below 1: "

@@ -104,14 +104,6 @@ def test_elementwise_optimizer_is_itself_at_every_stage(tmp_path: Path) -> None:
         assert not failures, "\n".join(failures)
 
 
-def test_muon_with_round_robin_gradients_is_refused(tmp_path: Path) -> None:
-    zero = {"stage": 2, "round_robin_gradients": True}
-    optim = {"name": "muon", "lr": 1e-3, "warmup_steps": 0}
-    config = tiny_config(write_tiny(tmp_path), {"zero_optimization": zero}, optim=optim)
-    with pytest.raises(ValueError, match=r"muon is refused with .*round_robin_gradients"):
-        render_ds_config(config, 1)
-
-
 def test_offload_that_needs_another_optimizer_is_refused(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": "/tmp"}
     cases = [
