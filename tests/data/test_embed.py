@@ -278,7 +278,7 @@ def read_members(folder: Path) -> list[dict[str, Any]]:
         return [reader.read(s, i) for s, size in enumerate(manifest.sizes) for i in range(size)]
 
 
-@pytest.mark.parametrize("views", [None, "0", "2"])
+@pytest.mark.parametrize("views", [None, pytest.param("0", marks=pytest.mark.slow), "2"])
 def test_scores_are_mean_cosines_that_the_filter_reads(
     views: str | None, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

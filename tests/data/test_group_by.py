@@ -165,6 +165,7 @@ def run_with_each_staging(path: Path) -> None:
             train(build(load_config(path, changes), None, stack))
 
 
+@pytest.mark.slow
 def test_groups_and_sample_state_do_not_depend_on_image_staging(tmp_path: Path) -> None:
     """There are four micro-batches, so the buffers of the first ones are reused before the loss is computed."""
     write_shards(tmp_path / "data", [16, 16])

@@ -111,7 +111,7 @@ def evaluate_table(folder: Path) -> list[Result]:
     return evaluate_sets(ByColor(), load_sets(sets, DATA), ImageSpec((4, 4)), tokenize, 4)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_of_a_csv_with_the_same_path_are_one_image(tmp_path: Path, size: int) -> None:
     for number in range(12):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")

@@ -117,11 +117,8 @@ def test_there_is_a_recipe_for_each_of_open_clip_s_examples() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "laion400m")) for path in RECIPES],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_passes_dry_run_and_plan(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

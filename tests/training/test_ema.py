@@ -178,7 +178,7 @@ def build():
 """
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
 def test_shared_parameter_is_averaged_under_all_its_names(
     level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

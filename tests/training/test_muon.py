@@ -157,7 +157,11 @@ def compare(model_file: str, names: list[str], is_smooth: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("image_tower", [{}, CONVNET], ids=["vit", "convnet"])
+@pytest.mark.parametrize(
+    "image_tower",
+    [{}, pytest.param(CONVNET, marks=pytest.mark.slow)],
+    ids=["vit", "convnet"],
+)
 @pytest.mark.parametrize(
     "names",
     [["zero1"], pytest.param(list(CASES), marks=pytest.mark.slow)],

@@ -262,6 +262,7 @@ def test_run_resumed_at_another_number_of_ranks_near_a_border_agrees(
         assert_close(weights(copy, 10), weights(run, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_batch_changed_on_resume_trains_like_a_stage(tmp_path: Path) -> None:
     stages = [{"until": 64}, {"until": 128, "global_batch": 32, "micro_batch": 8}]

@@ -112,7 +112,7 @@ SGD = [
 ]
 
 
-@pytest.mark.parametrize("context", [12, 7])
+@pytest.mark.parametrize("context", [pytest.param(12, marks=pytest.mark.slow), 7])
 def test_update_is_that_of_one_process_that_computes_the_formula(
     tmp_path: Path, context: int
 ) -> None:

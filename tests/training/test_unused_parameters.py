@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -85,5 +86,6 @@ def norms(path: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_gradient_of_towers_that_skip_layers_is_that_of_one_process(tmp_path: Any) -> None:
     run_ranks(norms, 2, write_tiny(tmp_path))
