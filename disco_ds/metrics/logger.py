@@ -15,10 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch import Tensor
+
 from disco_ds.config import Schedule
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
-from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, Phases, compute_metrics
+from disco_ds.metrics.step_metrics import METRICS, Phases, reduce_metrics
 from disco_ds.runs.messages import say
 
 METRICS_FILE = "metrics.jsonl"
@@ -92,27 +94,36 @@ class MetricsLogger:
         """Exclude time that was not training, such as an evaluation, from the throughput."""
         self.since += seconds
 
-    def log(self, now: LogPoint) -> dict[str, Any]:
+    def log(self, step: int, metrics: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
         """Write the record of a step. Collective: every rank must call this.
 
+        Args:
+            step: Number of completed optimizer steps.
+            metrics: This rank's values, keyed by name: numbers, tensors with one element, or None if unknown.
+            index: Sample ids of this rank.
+
         Returns:
-            The record, on every rank: step, samples and epoch, the metrics of step_metrics.py, and the
-            measurements of step_metrics.py.
+            The record, on every rank: step, samples and epoch, the metrics reduced over ranks, those that this logger
+            measures, and the measurements of step_metrics.py.
         """
         clock = time.monotonic()
         self.phases.update_peak()
-        samples = self.schedule.samples(now.step)
-        since = Interval(
-            samples=samples - self.last_samples,
-            seconds=clock - self.since,
-            wait_s=self.wait_s,
-            peak_bytes=self.phases.peak_bytes,
-            peak_samples_per_s=self.peak_samples_per_s,
-        )
-        record: dict[str, Any] = {"step": now.step, "samples": samples}
+        samples = self.schedule.samples(step)
+        seconds = clock - self.since
+        samples_per_s = (samples - self.last_samples) / seconds
+        mfu = None
+        if self.peak_samples_per_s:
+            mfu = samples_per_s / self.peak_samples_per_s(metrics["text_tokens"])
+        measured = {
+            "samples_per_s": samples_per_s,
+            "mfu": mfu,
+            "data_wait": self.wait_s / seconds,
+            "peak_memory_bytes": self.phases.peak_bytes,
+        }
+        record: dict[str, Any] = {"step": step, "samples": samples}
         if self.epoch_samples:
             record["epoch"] = round(samples / self.epoch_samples, 6)
-        record |= compute_metrics(now, since)
+        record |= reduce_metrics({**metrics, **measured}, index)
         record |= self.phases.read(self.step_wait_s)
         if self.save_s:
             record["time/save_s"] = self.save_s

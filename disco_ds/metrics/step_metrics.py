@@ -1,4 +1,4 @@
-"""The table of logged metrics (name, source, reduction over ranks, display), and time and memory of a step's phases.
+"""The table of logged metrics (name, reduction over ranks, display), and time and memory of a step's phases.
 
 docs/logging.md shows how to add a metric. The phases are measured on logged steps only, which wait for the GPU after
 each phase. Their measurements are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank.
@@ -16,141 +16,70 @@ from typing import Any, Literal
 
 import psutil
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from disco_ds.distributed import comm
 
 
 @dataclass(frozen=True)
-class LogPoint:
-    """This rank's values after a logged step, from which the log record is computed."""
-
-    step: int
-    """Number of completed optimizer steps."""
-    metrics: Mapping[str, Tensor]
-    """The values of LossOutput.metrics and of anomalies.features_spread, each 0-d and the same on every rank."""
-    scale: Tensor
-    """[1], the scale that the loss was computed with."""
-    lr: float
-    grad_norm: Tensor | None
-    """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
-    index: Tensor
-    """Sample ids of this rank."""
-    bias: Tensor | None = None
-    """[1], the bias that the loss was computed with; None if the model has none."""
-    broken: int = 0
-    """Number of broken samples that this rank has skipped so far."""
-    text_tokens: float | None = None
-    """Mean number of tokens per text on this rank. None if the text tower also processes padding."""
-    dropped: int = 0
-    """Number of samples that data.filter, data.uids or data.transforms have excluded on this rank so far."""
-    skipped: int = 0
-    """Number of batches that the run has skipped so far."""
-    model: nn.Module | None = None
-    """The module inside the engine; at ZeRO 3 its parameters are empty outside of a forward pass."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Measurements of this rank since the previous log record."""
-
-    samples: int
-    """Number of samples that all ranks together have trained on since the previous log record."""
-    seconds: float
-    wait_s: float
-    """Seconds that this rank has waited for data since the previous log record."""
-    peak_bytes: int
-    """Peak memory of this rank since its process started, in bytes."""
-    peak_samples_per_s: Callable[[float | None], float] | None
-    """Returns the samples per second that the devices would reach at their peak FLOP/s, given the mean number of tokens
-    per text; None if unknown."""
-
-
-@dataclass(frozen=True)
 class Metric:
-    """One logged number."""
+    """How one logged number is reduced over ranks and displayed."""
 
     name: str
     """Key of the metric in metrics.jsonl; its tag in TensorBoard is train/NAME."""
-    value: Callable[[LogPoint, Interval], Any] | None = None
-    """Computes the metric on this rank; None if the metric is an entry of LogPoint.metrics."""
     over_ranks: Literal["same", "sum", "max", "mean"] = "same"
     """Reduction over ranks; "same" for a value that is equal on all ranks."""
     show: Callable[[Any], str] | None = None
     """Formats the metric for the progress line, possibly as an empty string; None if it is not shown."""
 
 
-def _mfu(now: LogPoint, since: Interval) -> float | None:
-    if not since.peak_samples_per_s:
-        return None
-    return since.samples / since.seconds / since.peak_samples_per_s(now.text_tokens)
-
-
 METRICS = (
     Metric("loss", show="loss {:.4f}".format),
     Metric("i2t_accuracy", show="i2t {:.1%}".format),
     Metric("t2i_accuracy", show="t2i {:.1%}".format),
-    Metric("scale", lambda now, since: now.scale, show="scale {:.2f}".format),
-    Metric("bias", lambda now, since: now.bias),
-    Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format),
+    Metric("scale", show="scale {:.2f}".format),
+    Metric("lr", show="lr {:.2e}".format),
     Metric(
         "grad_norm",
-        lambda now, since: now.grad_norm,
         show=lambda value: "norm skipped" if value is None else f"norm {value:.3f}",
     ),
-    Metric(
-        "samples_per_s",
-        lambda now, since: since.samples / since.seconds,
-        show="{:,.0f} samples/s".format,
-    ),
-    Metric("mfu", _mfu, "mean"),
-    Metric("text_tokens", lambda now, since: now.text_tokens, "mean"),
-    Metric(
-        "data_wait",
-        lambda now, since: since.wait_s / since.seconds,
-        "max",
-        show="wait {:.0%}".format,
-    ),
-    Metric(
-        "peak_memory_bytes",
-        lambda now, since: since.peak_bytes,
-        "max",
-        show=lambda value: f"{value / 2**30:.1f} GiB",
-    ),
+    Metric("samples_per_s", show="{:,.0f} samples/s".format),
+    Metric("mfu", "mean"),
+    Metric("text_tokens", "mean"),
+    Metric("data_wait", "max", "wait {:.0%}".format),
+    Metric("peak_memory_bytes", "max", lambda value: f"{value / 2**30:.1f} GiB"),
     Metric(
         "broken_samples",
-        lambda now, since: now.broken,
         "sum",
-        show=lambda value: f"{value} broken samples skipped" if value else "",
+        lambda value: f"{value} broken samples skipped" if value else "",
     ),
-    Metric("dropped_samples", lambda now, since: now.dropped, "sum"),
+    Metric("dropped_samples", "sum"),
     Metric(
         "skipped_batches",
-        lambda now, since: now.skipped,
         show=lambda value: f"{value} batches skipped" if value else "",
     ),
 )
-"""The metrics in the order of the progress line."""
+"""The metrics that are shown or that differ between ranks, in the order of the progress line."""
 
 
-def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
-    """Compute the metrics of a log record, keyed by name. Unknown values are None.
+def reduce_metrics(local: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+    """Reduce the metrics of a log record over ranks, as METRICS specifies. Unknown values are None.
 
     The entry `ids` is a digest of the sample ids of the global batch. It is the same for any number of ranks.
 
     Collective: every rank must call this at the same step.
+
+    Args:
+        local: This rank's metrics, keyed by name: numbers, tensors with one element, or None.
+        index: Sample ids of this rank.
     """
-    values: dict[str, Any] = dict(now.metrics)
-    values |= {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            values[name] = value.item()
-    ids = int(digest(now.index.cpu()))
+    values = {name: x.item() if isinstance(x, Tensor) else x for name, x in local.items()}
+    ids = int(digest(index.cpu()))
     ranks = comm.gather_objects({"ids": ids, **values})
     reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "mean": fmean}
     for metric in METRICS:
-        if metric.over_ranks != "same" and values[metric.name] is not None:
+        if metric.over_ranks != "same" and values.get(metric.name) is not None:
             values[metric.name] = reduce[metric.over_ranks](rank[metric.name] for rank in ranks)
     total = sum(rank["ids"] for rank in ranks)
     return {"ids": f"{total % 2**64:016x}", **values}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from disco_ds.distributed import comm
 from disco_ds.eval import Result, describe, evaluate_sets, record
 from disco_ds.metrics.anomalies import features_spread
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
-from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.runs.messages import say
 from disco_ds.runs.run_folder import mark_finished
 from disco_ds.training.build import Run
@@ -157,21 +157,22 @@ def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> 
 
 def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
     """Log the metrics of a step, and check them for anomalies. Collective."""
-    point = LogPoint(
-        step=step,
-        metrics=output.metrics | features_spread(*output.features),
-        scale=output.scale,
-        bias=output.bias,
-        lr=run.learning_rate(step - 1),
-        grad_norm=output.grad_norm,
-        index=torch.cat(data.index),
-        text_tokens=data.num_tokens / sum(map(len, data.index)) if data.num_tokens else None,
-        broken=run.loader.position.broken,
-        dropped=run.loader.position.dropped,
-        skipped=run.loader.position.steps - step,
-        model=run.engine.module,
-    )
-    run.anomalies.check_record(run.metrics.log(point))
+    index = torch.cat(data.index)
+    metrics: dict[str, Any] = output.metrics | features_spread(*output.features)
+    metrics |= {
+        "scale": output.scale,
+        "bias": output.bias,
+        "lr": run.learning_rate(step - 1),
+        # None if a loss scaler skipped the step; otherwise the norm before clipping.
+        "grad_norm": output.grad_norm,
+        # The mean per text. None if the text tower also processes padding.
+        "text_tokens": data.num_tokens / len(index) if data.num_tokens else None,
+        # Totals of the run so far. Samples are dropped by data.filter, data.uids or data.transforms.
+        "broken_samples": run.loader.position.broken,
+        "dropped_samples": run.loader.position.dropped,
+        "skipped_batches": run.loader.position.steps - step,
+    }
+    run.anomalies.check_record(run.metrics.log(step, metrics, index))
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings
 from disco_ds.metrics import step_metrics
 from disco_ds.metrics.logger import METRICS_FILE, MetricsLogger, rewind_tensorboard
-from disco_ds.metrics.step_metrics import LogPoint, digest
+from disco_ds.metrics.step_metrics import digest
 from helpers.dist import run_ranks
 from helpers.paths import ROOT
 from helpers.schedule import plain
@@ -34,30 +34,19 @@ VALUES = {
 MASK = 2**64 - 1
 
 
-def point(step: int, index: torch.Tensor, broken: int = 0, **changes: Any) -> LogPoint:
-    """Return the data of a logged step, whose metrics are VALUES."""
-    losses = {
-        name: torch.tensor(value)
-        for name, value in VALUES.items()
-        if name == "loss" or "accuracy" in name
-    }
-    norm = torch.tensor(VALUES["grad_norm"])
-    return LogPoint(
-        **{
-            **{
-                "step": step,
-                "metrics": losses,
-                "scale": torch.tensor([VALUES["scale"]]),
-                "lr": VALUES["lr"],
-            },
-            **{"grad_norm": norm, "index": index, "broken": broken, **changes},
-        }
-    )
+def point(
+    step: int, index: torch.Tensor, **changes: Any
+) -> tuple[int, dict[str, Any], torch.Tensor]:
+    """Return the arguments of MetricsLogger.log for a step whose metrics are VALUES, except for `changes`."""
+    metrics: dict[str, Any] = {name: torch.tensor(value) for name, value in VALUES.items()}
+    metrics |= {"lr": VALUES["lr"], "bias": None, "text_tokens": None}
+    metrics |= dict.fromkeys(("broken_samples", "dropped_samples", "skipped_batches"), 0)
+    return step, metrics | changes, index
 
 
 def test_dropped_share_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = MetricsLogger(tmp_path, {}, plain(4, 100))
-    metrics.log(point(1, torch.arange(4), dropped=12))
+    metrics.log(*point(1, torch.arange(4), dropped_samples=12))
     metrics.close()
     assert "75% dropped" in capsys.readouterr().out
 
@@ -72,8 +61,8 @@ def write(folder: Path, lines: list[str]) -> None:
 
 def test_a_bias_is_recorded_where_the_model_has_one(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, {}, plain(4, 2))
-    metrics.log(point(1, torch.arange(4)))
-    metrics.log(point(2, torch.arange(4), bias=torch.tensor([-9.5])))
+    metrics.log(*point(1, torch.arange(4)))
+    metrics.log(*point(2, torch.arange(4), bias=torch.tensor([-9.5])))
     metrics.close()
     assert [record["bias"] for record in read(tmp_path)] == [None, -9.5]
 
@@ -119,8 +108,8 @@ def test_log_writes_a_record_on_the_samples_axis(
 ) -> None:
     events: list[tuple[str, float, int]] = []
     metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, plain(32, 40))
-    metrics.log(point(10, torch.arange(32), broken=3))
-    metrics.log(point(20, torch.arange(32, 64), grad_norm=None))
+    metrics.log(*point(10, torch.arange(32), broken_samples=3))
+    metrics.log(*point(20, torch.arange(32, 64), grad_norm=None))
     metrics.write_values(20, {"eval/validation_top1": 0.75})
     metrics.close()
     metrics.close()
@@ -162,7 +151,7 @@ def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.M
         clock[0] += seconds
         metrics.add_wait(wait / 2)
         metrics.add_wait(wait / 2)
-        metrics.log(point(step, torch.arange(32)))
+        metrics.log(*point(step, torch.arange(32)))
     metrics.close()
     first, second = read(tmp_path)
     assert first["samples_per_s"] == pytest.approx(4 * 32 / 2)
@@ -180,7 +169,7 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
     repeated = [f'{{"step": {step}, "samples": {8 * step}}}\n' for step in (21, 30)]
     write(tmp_path, [*kept, *repeated, '{"step": 4'])
     metrics = MetricsLogger(tmp_path, {}, plain(8, 40, 20))
-    metrics.log(point(25, torch.arange(8)))
+    metrics.log(*point(25, torch.arange(8)))
     metrics.close()
     text = (tmp_path / METRICS_FILE).read_text()
     assert text.startswith("".join(kept))
@@ -218,7 +207,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
 
         metrics = MetricsLogger(tmp_path, {"TensorBoard": write}, plain(8, 40, first_step))
         for step in steps:
-            metrics.log(point(step, torch.arange(8)))
+            metrics.log(*point(step, torch.arange(8)))
             metrics.write_values(step, {"eval/top1": step / 100})
         metrics.close()
         board.summary_writer.close()
@@ -236,13 +225,13 @@ def test_records_wait_for_room_on_the_disk(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
-        metrics.log(point(10, torch.arange(8)))
+        metrics.log(*point(10, torch.arange(8)))
         metrics.write_values(10, {"eval/top1": 0.5})
         assert (tmp_path / METRICS_FILE).stat().st_size == 10
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "File too large; the records wait in memory" in caplog.text
-    metrics.log(point(20, torch.arange(8)))
+    metrics.log(*point(20, torch.arange(8)))
     metrics.close()
     assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
 
@@ -278,7 +267,7 @@ def log_on_ranks(folder: str) -> dict[str, Any] | None:
     metrics.since -= 100.0
     metrics.add_wait(50.0 * rank)
     part = torch.arange(8)[rank::2]
-    metrics.log(point(1, part, broken=rank + 1, text_tokens=10.0 + 20 * rank))
+    metrics.log(*point(1, part, broken_samples=rank + 1, text_tokens=10.0 + 20 * rank))
     metrics.close()
     return read(Path(folder))[0] if rank == 0 else None
 
@@ -300,8 +289,10 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
 ) -> None:
     text = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
     entry, loss = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (shown,) = re.findall(r"`(Metric\(\"pair_cosine\".*\))`", text)
-    added = [eval(each, {"Metric": step_metrics.Metric}) for each in (entry, shown)]
+    shown = re.findall(r"`(Metric\(.*?\.format\))`", text)
+    added = [eval(each, {"Metric": step_metrics.Metric}) for each in shown]
+    assert len(added) == 2
+    temperature = eval(f"{{{entry}}}", {"output": SimpleNamespace(scale=torch.tensor([14.0]))})
     for module in ("step_metrics", "logger"):
         monkeypatch.setattr(f"disco_ds.metrics.{module}.METRICS", (*step_metrics.METRICS, *added))
     namespace: dict[str, Any] = {}
@@ -312,7 +303,7 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
 
     events: list[tuple[str, float, int]] = []
     metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, plain(4, 10))
-    metrics.log(point(1, torch.arange(4), metrics=out.metrics))
+    metrics.log(*point(1, torch.arange(4), **out.metrics, **temperature))
     metrics.close()
     (record,) = read(tmp_path)
     assert record["pair_cosine"] == pytest.approx(0.5)
