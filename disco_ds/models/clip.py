@@ -34,6 +34,7 @@ from disco_ds.models.fast.texts import (
     CutText,
     PackedText,
     encode_packed,
+    find_ends,
     packs,
     read_pooling,
     runs_packed,
@@ -141,7 +142,7 @@ def _create(
     name = register_config(settings.name)
     weights = find_weights(name, settings) if pretrained else None
     image_weights = settings.pretrained_image if pretrained else None
-    config = open_clip.get_model_config(name) or {}
+    config = open_clip.get_model_config(name)
     quick_gelu = choose_quick_gelu(name, settings)
     if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
         logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)
@@ -400,11 +401,11 @@ def _find_token_mismatch(text: Any, tokenizer: Any) -> str | None:
             "attend to padding and mask a word; choose the tokenizer of the text tower, or set its padding to token "
             f"{masked}"
         )
-    pooling, eos = read_pooling(text)
+    pooling, _ = read_pooling(text)
     if pooling not in ("argmax", "eos"):
         return None
     tokens = tokenizer(["a", "a cat"])
-    positions = (tokens if pooling == "argmax" else torch.eq(tokens, eos or 0).int()).argmax(1)
+    positions = find_ends(text, tokens)
     short, long = tokens[[0, 1], positions].tolist()
     # The end token is the same in every text, but its position is not.
     if short == long and positions[0] != positions[1]:

@@ -80,7 +80,8 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             is_vector = parameter.numel() == max(parameter.shape, default=1)
             is_vector = is_vector or name in undecayed or bool(re.search(POSITIONS, name))
             kind = "vectors" if is_vector else "matrices"
-            side = "image" if _is_visual(name) else "text"
+            # In open_clip's CLIP, the parameters of the text tower have no common prefix.
+            side = "image" if name.startswith("visual.") else "text"
             tower = towers[side]
             lr_factor = tower.lr_factor
             # The filters of a depthwise convolution, [channels, 1, h, w], are not treated as a matrix.
@@ -118,14 +119,6 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
     return [groups[key] for key in sorted(groups)]
 
 
-def _is_visual(name: str) -> bool:
-    """Return True for a parameter of the image tower.
-
-    In open_clip's CLIP, the parameters of the text tower have no common prefix.
-    """
-    return name.startswith("visual.")
-
-
 def find_embeddings(model: nn.Module) -> set[str]:
     """Return the names of the weights of all embeddings, such as the token embedding."""
     modules = model.named_modules()
@@ -157,5 +150,8 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
             "omit the setting"
         )
     # Parameters after a trunk are not in `layers`. They get the number of the last layer.
-    names = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
-    return {name: layers.get(name, last) for name in names if name not in SCALES}
+    return {
+        name: layers.get(name, last)
+        for name, _ in model.named_parameters()
+        if name.startswith("visual.") == (side == "image") and name not in SCALES
+    }

@@ -267,8 +267,8 @@ def test_log_says_what_a_gpu_runs_in_fp32_and_without_texts(tmp_path: Path) -> N
 def test_heads_that_are_wider_than_a_tile_are_not_packed_on_a_gpu(tmp_path: Path) -> None:
     MODELS["wide heads"] = ({}, {"width": 512, "heads": 2}, True)
     model = build(write(tmp_path, "wide heads"), "auto")
-    assert not fits_kernels(model, CONTEXT, torch.device("cuda"), is_half=True)
-    assert fits_kernels(model, CONTEXT, CPU, is_half=True)
+    assert not fits_kernels(model, torch.device("cuda"), is_half=True)
+    assert fits_kernels(model, CPU, is_half=True)
 
 
 def test_no_text_has_no_features(tmp_path: Path) -> None:
@@ -456,9 +456,9 @@ def kernels(cases: list[tuple[Any, ...]]) -> list[str]:
         true.backward(weights)
         for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
             inputs = x.detach().to(dtype), tiles, segments
-            rows = 128 if tiles is not None else max(16, 1 << (lengths[0] - 1).bit_length())
-            out = tile_kernels.attend(*inputs, lengths[0], causal, rows)
-            grad = tile_kernels.backpropagate(weights.to(dtype), *inputs, lengths[0], causal, rows)
+            length = lengths[0] if tiles is None else MAX_ROWS
+            out = tile_kernels.attend(*inputs, length, causal)
+            grad = tile_kernels.backpropagate(weights.to(dtype), *inputs, length, causal)
             for name, a, b in (("out", out, true), ("grad", grad, x.grad)):
                 error = ((a.double() - b).norm() / b.norm()).item()
                 if not error < tolerance:  # also if it is NaN

@@ -133,8 +133,7 @@ def sequence_attention(
     if groups is None or qkv.is_cuda:
         from disco_ds.models.fast import tile_kernels
 
-        qkv = qkv.contiguous()
-        return tile_kernels.attend(qkv, tiles, segments, length, causal, _fit(length))
+        return tile_kernels.attend(qkv, tiles, segments, length or MAX_ROWS, causal)
     T, _, H, D = qkv.shape
     out = qkv.new_empty(T, H * D)
     for rows, (count, length) in _split(groups):
@@ -157,8 +156,7 @@ def _backward(
     if groups is None or qkv.is_cuda:
         from disco_ds.models.fast import tile_kernels
 
-        qkv = qkv.contiguous()
-        return tile_kernels.backpropagate(grad, qkv, tiles, segments, length, causal, _fit(length))
+        return tile_kernels.backpropagate(grad, qkv, tiles, segments, length or MAX_ROWS, causal)
     _, _, H, D = qkv.shape
     grad_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     for rows, (count, length) in _split(groups):
@@ -183,14 +181,6 @@ def _split(groups: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
     for length, count in groups.view(-1, 2).tolist():
         yield slice(start, start + length * count), (count, length)
         start += length * count
-
-
-def _fit(length: int) -> int:
-    """Return the largest number of rows of a tile: `length`, rounded up to a power of two, at least 16.
-
-    Packed texts have length 0, and their tiles have at most MAX_ROWS rows.
-    """
-    return max(16, 1 << ((length or MAX_ROWS) - 1).bit_length())
 
 
 @sequence_attention.register_fake

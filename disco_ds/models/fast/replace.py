@@ -21,7 +21,7 @@ from open_clip.transformer import (
 from torch import nn
 
 from disco_ds.models.fast.attention import MAX_ROWS, Attention, Block, Patches, has_fast_kernel
-from disco_ds.models.fast.texts import CutText, PackedText, fits_kernels, is_causal, packs
+from disco_ds.models.fast.texts import CutText, PackedText, find_counter, is_causal, packs
 from disco_ds.models.two_towers import TwoTowers
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,9 +52,8 @@ def replace_parts(model: Any) -> None:
             if child in replaced:
                 setattr(parent, name, replaced[child])
             elif _is_known_block(child):
-                is_in_causal_tower = child in causal
                 child.attn = _adopt(Attention, child.attn)
-                child.attn.causal = is_in_causal_tower
+                child.attn.causal = child in causal
                 replaced[child] = _adopt(Block, child)
                 setattr(parent, name, replaced[child])
             elif name in ("conv1", "proj") and _is_patch_embedding(child):
@@ -75,16 +74,10 @@ def describe_parts(model: Any, device: torch.device, is_half: bool) -> list[str]
         device: The device that the model will run on.
         is_half: Whether the model computes with 16-bit values.
     """
-    text = getattr(model, "text", model)
     phrases = []
-    if isinstance(text, CutText):
-        phrases.append("texts cut to the longest one")
-    elif (
-        not model.two_views
-        and packs(text)
-        and fits_kernels(text, text.context_length, device, is_half)
-    ):
-        phrases.append("packed texts")
+    if find_counter(model, device, is_half):
+        is_cut = isinstance(getattr(model, "text", model), CutText)
+        phrases.append("texts cut to the longest one" if is_cut else "packed texts")
     if any(isinstance(module, Block) for module in model.visual.modules()):
         num_tokens = len(getattr(model.visual, "positional_embedding", ()))
         triton = is_half and has_fast_kernel(device) and 0 < num_tokens <= MAX_ROWS

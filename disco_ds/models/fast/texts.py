@@ -12,6 +12,7 @@ padding, such as SigLIP's, are not changed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class PackedText(TextTransformer):
     def forward(self, text: Tensor, lengths: np.ndarray | None = None) -> Tensor:
         """Return the features of m texts of L tokens, [m, L].
 
-        `lengths`, [m], is the result of the function that `find_counter` returns. None: count the needed tokens here.
+        `lengths`, [m], is the result of `count_tokens`. None: count the needed tokens here.
         """
         return (
             encode_packed(self, text, lengths) if runs_packed(self, text) else super().forward(text)
@@ -52,10 +53,10 @@ class CutText(HFTextEncoder):
     def forward(self, x: Tensor, lengths: np.ndarray | None = None) -> Any:
         """Return the features of m texts of L tokens, [m, L].
 
-        `lengths`, [m], is the result of the function that `find_counter` returns. None: count the needed tokens here.
+        `lengths`, [m], is the result of `count_tokens`. None: count the needed tokens here.
         """
         if lengths is None:
-            lengths = _count_to_last(x != self.config.pad_token_id)
+            lengths = count_tokens(self, x)
         # Round up to a multiple of 8, so that torch.compile and the allocator see only a few lengths.
         return super().forward(x[:, : -(-int(lengths.max()) // 8) * 8])
 
@@ -67,17 +68,23 @@ def find_counter(
 
     Return None if the tower needs all tokens on this device, or if the model takes two views of each image and no text.
     """
-    if getattr(model, "two_views", False):
-        return None
     tower = getattr(model, "text", model)
-    if isinstance(tower, CutText):
-        return lambda text: _count_to_last(text != tower.config.pad_token_id)
-    if not packs(tower) or not fits_kernels(tower, tower.context_length, device, is_half):
+    is_short = isinstance(tower, CutText) or (packs(tower) and fits_kernels(tower, device, is_half))
+    if getattr(model, "two_views", False) or not is_short:
         return None
-    pool_type, eos = read_pooling(tower)
-    if pool_type == "argmax":
-        return lambda text: text.argmax(-1).cpu().numpy() + 1
-    return lambda text: torch.eq(text, eos or 0).int().argmax(-1).cpu().numpy() + 1
+    return partial(count_tokens, tower)
+
+
+def count_tokens(tower: Any, text: Tensor) -> np.ndarray:
+    """Count the tokens of each text [m, L] that a tower needs, [m]: all tokens up to the last needed one, at least 1.
+
+    `tower` is a CutText, or a tower for which `packs` is true. If the texts are on a GPU, the host waits.
+    """
+    if not isinstance(tower, CutText):
+        return find_ends(tower, text).cpu().numpy() + 1
+    positions = torch.arange(1, text.shape[1] + 1, device=text.device)
+    is_needed = text != tower.config.pad_token_id
+    return (is_needed * positions).amax(1).clamp(min=1).cpu().numpy()
 
 
 def packs(tower: Any) -> bool:
@@ -101,11 +108,11 @@ def runs_packed(tower: Any, text: Tensor) -> bool:
     dtype = tower.transformer.get_cast_dtype()
     if text.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    return fits_kernels(tower, text.shape[1], text.device, dtype in HALVES)
+    return fits_kernels(tower, text.device, dtype in HALVES)
 
 
-def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: bool) -> bool:
-    """Return whether a tower runs on packed tokens, for texts of up to `num_tokens` tokens.
+def fits_kernels(tower: Any, device: torch.device, is_half: bool) -> bool:
+    """Return whether a tower for which `packs` is true runs on packed tokens.
 
     On a GPU, packing saves time only with the Triton kernels, which take 16-bit values, short texts and narrow heads.
     """
@@ -113,7 +120,7 @@ def fits_kernels(tower: Any, num_tokens: int, device: torch.device, is_half: boo
         return True
     attention = tower.transformer.resblocks[0].attn
     head_width = attention.out_proj.in_features // attention.num_heads
-    return max(num_tokens, head_width) <= MAX_ROWS and is_half and has_kernel(device)
+    return max(tower.context_length, head_width) <= MAX_ROWS and is_half and has_kernel(device)
 
 
 def is_causal(tower: Any) -> bool:
@@ -134,10 +141,11 @@ def read_pooling(tower: Any) -> tuple[str | None, int | None]:
     return getattr(tower, "text_pool_type", None), getattr(tower, "text_eos_id", None)
 
 
-def _count_to_last(needed: Tensor) -> np.ndarray:
-    """Return the number of tokens of each text up to the last needed one, at least 1. `needed` is [m, L] bool."""
-    positions = torch.arange(1, needed.shape[1] + 1, device=needed.device)
-    return (needed * positions).amax(1).clamp(min=1).cpu().numpy()
+def find_ends(tower: Any, text: Tensor) -> Tensor:
+    """Return the position in each text [m, L] at which a tower pools, [m]. Its pool_type must be "argmax" or "eos"."""
+    pool_type, eos = read_pooling(tower)
+    values = text if pool_type == "argmax" else torch.eq(text, eos or 0).int()
+    return values.argmax(-1)
 
 
 def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tensor:
@@ -146,13 +154,10 @@ def encode_packed(tower: Any, text: Tensor, lengths: np.ndarray | None) -> Tenso
     Args:
         tower: A tower for which `packs` is true.
         text: The tokens.
-        lengths: [m], the result of the function from `find_counter`. None: call that function here, for which the host
-            waits.
+        lengths: [m], the result of `count_tokens`. None: call that function here, for which the host waits.
     """
     if lengths is None:
-        count = find_counter(tower)
-        assert count is not None
-        lengths = count(text)
+        lengths = count_tokens(tower, text)
     tokens, positions, last, packing = pack(text, lengths)
     dtype = tower.transformer.get_cast_dtype()
     x = tower.token_embedding(tokens).to(dtype)

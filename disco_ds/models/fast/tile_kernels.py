@@ -132,25 +132,24 @@ def backward_kernel(
 
 
 def attend(
-    qkv: Tensor, tiles: Tensor | None, segments: Tensor | None, length: int, causal: bool, rows: int
+    qkv: Tensor, tiles: Tensor | None, segments: Tensor | None, length: int, causal: bool
 ) -> Tensor:
     """Compute the attention within each sequence.
 
     Args:
-        qkv: [T, 3, H, D], contiguous.
+        qkv: [T, 3, H, D].
         tiles: [number of tiles + 1] int32: the first row of each tile and, at the end, T. None: every `length` rows are
             one sequence and one tile.
         segments: [T] int32: for each row, the index of its sequence. Used only with `tiles`.
-        length: Rows of a sequence. Not used with `tiles`.
+        length: Rows of a sequence. With `tiles`: the largest number of rows of a tile.
         causal: Whether a row attends only to itself and to earlier rows.
-        rows: Maximum number of rows of a tile: a power of two, at least 16.
 
     Returns:
         [T, H * D].
     """
     T, _, H, D = qkv.shape
     out = qkv.new_empty(T, H * D)
-    _launch(forward_kernel, qkv, tiles, segments, (out,), length, causal, rows)
+    _launch(forward_kernel, qkv, tiles, segments, (out,), length, causal)
     return out
 
 
@@ -161,22 +160,23 @@ def backpropagate(
     segments: Tensor | None,
     length: int,
     causal: bool,
-    rows: int,
 ) -> Tensor:
     """Compute the gradient of qkv from the gradient [T, H * D] of the output of `attend`."""
-    grad_qkv = torch.empty_like(qkv)
+    grad_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     outputs = grad.contiguous(), grad_qkv
-    _launch(backward_kernel, qkv, tiles, segments, outputs, length, causal, rows)
+    _launch(backward_kernel, qkv, tiles, segments, outputs, length, causal)
     return grad_qkv
 
 
-def _launch(kernel, qkv, tiles, segments, tensors, length, causal, rows):
+def _launch(kernel, qkv, tiles, segments, tensors, length, causal):
     T, _, H, D = qkv.shape
     count = T // length if tiles is None else len(tiles) - 1
     if not count:
         return
+    qkv = qkv.contiguous()
     packed = tiles is not None
     layout = (tiles, segments) if packed else (qkv, qkv)  # not read, but must be pointers
+    rows = max(16, triton.next_power_of_2(length))
     width = max(16, triton.next_power_of_2(D))
     # Measured on an H100 for tiles of 32 to 128 rows and heads of width 64.
     small = rows * width <= 64 * 64 or (kernel is backward_kernel and width <= 64)
