@@ -145,11 +145,13 @@ def plan_run(
         assumed = assumed.model_copy(update={"data_samples": num_samples})
     assumed = read_text_tokens(config, assumed, sources)
     if search:
-        return fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
-    towers = trace(config, config.micro_batch, assumed=assumed)
+        made = fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
+    else:
+        towers = trace(config, config.micro_batch, assumed=assumed)
+        made = Plan(config, ranks, chosen, assumed, towers)
     if epoch_samples:
-        config = config.with_samples(epoch_samples)
-    return Plan(config, ranks, chosen, assumed, towers)
+        made.config = made.config.with_samples(epoch_samples)
+    return made
 
 
 def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]) -> Assumptions:
@@ -288,10 +290,7 @@ def fit(
     large = [made for made in candidates if made.config.global_batch >= enough]
     limit = TIE * min(made.work for made in large)
     fast = [made for made in large if made.work <= limit]
-    best = min(fast, key=lambda made: (len(list_changes(config, made.config)), made.work))
-    if epoch_samples:
-        best.config = best.config.with_samples(epoch_samples)
-    return best
+    return min(fast, key=lambda made: (len(list_changes(config, made.config)), made.work))
 
 
 def list_changes(before: Config, after: Config) -> list[str]:
