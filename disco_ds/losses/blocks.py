@@ -231,11 +231,11 @@ class Gathered(_Columns):
             base = comm.all_reduce_max(part.columns, self.group)
         base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
-        columns = total.double().log_().add_(base)[self.local_range]
+        part.columns = total.double().log_().add_(base)[self.local_range]
         if maxima:
             columns_max = comm.all_reduce_max(part.maxima[1], self.group)[:, self.local_range]
-            return replace(part, columns=columns, maxima=[part.maxima[0], columns_max])
-        return replace(part, columns=columns)
+            part.maxima = [part.maxima[0], columns_max]
+        return part
 
     def gradient(
         self,
@@ -243,12 +243,11 @@ class Gathered(_Columns):
         scales: Tensor,
         shifts: Tensor,
         shift: Tensor | None,
-        needs_rows: bool,
         needs_columns: bool,
         moments: Tensor | None = None,
         teachers: Sequence[Softmaxes] = (),
         target_gradient: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
 
         softmax_gradient defines both gradients. The gradient of a row is a sum over all columns, and the gradient of a
@@ -259,7 +258,6 @@ class Gathered(_Columns):
             scales: [2, b], scales of the rows and of the columns.
             shifts: [2, b], row_shift and column_shift of softmax_gradient.
             shift: The shift with which `sums` computed the sums, or None.
-            needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
             moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
             teachers: The teachers' softmaxes, whose probabilities are soft targets.
@@ -267,9 +265,9 @@ class Gathered(_Columns):
                 softmax_gradient). Required with teachers.
 
         Returns:
-            The two gradients, [b, D] each; None if not needed.
+            The two gradients, [b, D] each; None for that of the columns if it is not needed.
         """
-        d_rows = zero_gradient(rows) if needs_rows else None
+        d_rows = zero_gradient(rows)
         # Every rank computes the contribution of its rows to the gradients of all columns. A reduce_scatter sums the
         # contributions and sends each rank the sums for its own columns.
         d_columns = zero_gradient(self.columns) if needs_columns else None
@@ -322,23 +320,19 @@ class Ring(_Columns):
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
-        total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
-        largest: Tensor | None = None
-        positives: Tensor | None = None
+        parts: list[Sums] = []
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            nonlocal largest, positives
             part = softmax_sums(self.block(rows, block[0], scales[0, :1], owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
-            torch.logaddexp(total, part.rows, out=total)
-            if part.positives is not None:
-                positives = part.positives if positives is None else positives + part.positives
-            for top in part.maxima[:1]:
-                largest = top if largest is None else torch.maximum(largest, top)
+            if parts:
+                parts[0].add_rows(part)
+            else:
+                parts.append(part)
             return [part.columns, *part.maxima[1:]]
 
         columns, *columns_max = comm.circulate([self.local], visit, _join_sums, self.group)
-        return Sums(total, columns, [] if largest is None else [largest, *columns_max], positives)
+        return replace(parts[0], columns=columns, maxima=[*parts[0].maxima[:1], *columns_max])
 
     def gradient(
         self,
@@ -346,22 +340,21 @@ class Ring(_Columns):
         scales: Tensor,
         shifts: Tensor,
         shift: Tensor | None,
-        needs_rows: bool,
         needs_columns: bool,
         teachers: Sequence[Softmaxes] = (),
         target_gradient: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the gradients that Gathered.gradient computes, processing the columns of one rank at a time.
 
         Moments are not supported.
         """
-        d_rows = zero_gradient(rows) if needs_rows else None
+        d_rows = zero_gradient(rows)
         sent = [self.local, shifts[1]]
         for each in teachers:
             sent += [each.blocks.local, each.lse[1]]
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            columns, column_shifts, *others = block
+            columns, column_shifts, *of_teachers = block
             d_columns = None
             if needs_columns:
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
@@ -369,7 +362,7 @@ class Ring(_Columns):
             # so they travel with the owner's columns.
             current = self.block(rows, columns, scales[0, :1], owner, shift)
             targets = [
-                each.for_columns(others[2 * k], others[2 * k + 1], current.diagonal)
+                each.for_columns(of_teachers[2 * k], of_teachers[2 * k + 1], current.diagonal)
                 for k, each in enumerate(teachers)
             ]
             softmax_gradient(

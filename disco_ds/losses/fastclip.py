@@ -238,14 +238,13 @@ class _FastCLIP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
-        needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
+        _, needs_columns, needs_tau, *_ = ctx.needs_input_grad
         cross, gamma, loss = ctx.settings
         tiling = cross.tiling
         b = len(rows)
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
-        needed = needs_rows or (needs_tau and moments is None), needs_columns
-        d_rows, d_columns = cross.gradient(rows, scales, shifts, ctx.shift, *needed, moments)
+        d_rows, d_columns = cross.gradient(rows, scales, shifts, ctx.shift, needs_columns, moments)
         # Every h_ij subtracts the positive pair's cosine, so the pair's weight is minus the sum of all other weights.
         weights = (others - shifts).exp()
         # The weights of the tiles contain gamma, so divide the factor by gamma.

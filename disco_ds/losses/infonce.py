@@ -215,14 +215,11 @@ class InfoNCE(torch.autograd.Function):
             if not each.shift_is_safe():
                 each.recompute_per_row()
         needed = [trains and each for each in ctx.needs_input_grad[:3]]
-        gradients: tuple[Tensor | None, ...] = ()
-        target_gradient: Tensor | None = None
-        # Almost every shift is safe. On a GPU, compute the gradients before the host waits for the check, so that the
-        # GPU has work while the host reads the result and prepares what follows.
-        if rows.is_cuda or student.shift_is_safe():
-            gradients, target_gradient = _gradients(student, taught, needed)
+        # Almost every shift is safe. Compute the gradients before the host waits for the check, so that a GPU has work
+        # while the host reads the result and prepares what follows.
+        gradients, target_gradient = _gradients(student, taught, needed)
         if not student.shift_is_safe():
-            gradients, target_gradient = (), None  # frees the memory of those computed above
+            del gradients, target_gradient  # frees their memory
             student.recompute_per_row()
             gradients, target_gradient = _gradients(student, taught, needed)
         ctx.gradients = gradients
@@ -302,12 +299,12 @@ def _gradients(
     """
     if not any(needed) and not teachers:
         return (None, None, None), None
-    needs_rows, needs_columns, needs_scale = needed
+    # If a feature needs a gradient, the rows do: assign_sides has chosen them.
+    _, needs_columns, needs_scale = needed
     rows, columns, scale, tiling = student.rows, student.columns, student.scale, student.tiling
     # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
     # gradient of one side is enough. With shared denominators, the scale's gradient is the mean of the two.
     shared = bool(student.same)
-    d_rows: Any
     d_columns: Any
     target_gradient = zero_gradient(rows) if teachers else None
     for teacher in teachers:
@@ -317,12 +314,11 @@ def _gradients(
         student.scales,
         student.lse,
         student.shift,
-        needs_rows or needs_scale,
         needs_columns or (needs_scale and shared),
         teachers=teachers,
         target_gradient=target_gradient,
     )
-    if target_gradient is not None and d_rows is not None:
+    if target_gradient is not None:
         d_rows -= target_gradient
     # A shift is never safe for a negative scale, so the gradients that are used are computed without one.
     if student.shift is None and d_columns is not None:
@@ -334,7 +330,9 @@ def _gradients(
     ):
         if total is not None:
             shifts = lse.expand(2, -1)
-            total += block.gradient(views, student.scales, shifts, student.shift, True, False)[0]
+            total += block.gradient(
+                views, student.scales, shifts, student.shift, needs_columns=False
+            )[0]
     # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
     # its row and in its column.
     pairs = -student.negative_mass
@@ -353,8 +351,7 @@ def _gradients(
         if shared:
             total = (total + inner_product(columns, d_columns)) / 2
         d_scale = total / scale
-    gradients = d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
-    return gradients, target_gradient
+    return (d_rows, d_columns if needs_columns else None, d_scale), target_gradient
 
 
 @register_loss("disco_fused")

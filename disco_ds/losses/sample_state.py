@@ -75,7 +75,8 @@ class SampleState:
             self.values["exp_avg"] = torch.zeros_like(never_seen)
             self.values["exp_avg_sq"] = torch.zeros_like(never_seen)
             self.values["steps"] = torch.zeros(num_local, dtype=torch.int32, device=device)
-        self._ids: Tensor | None = None
+        self._fetched: tuple[Tensor, Tensor] | None = None
+        """Which samples of the last fetched global batch this rank owns, [B] bool, and their indices in `values`."""
         self._staged: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor) -> dict[str, Tensor]:
@@ -91,21 +92,24 @@ class SampleState:
             AgreedError: If an id is not in [0, num_samples).
         """
         self._staged = {}
-        self._ids = comm.gather(index.detach(), group=self.group)
-        wrong = (self._ids < 0) | (self._ids >= self.num_samples)
+        ids = comm.gather(index.detach(), group=self.group)
+        wrong = (ids < 0) | (ids >= self.num_samples)
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])
             raise comm.AgreedError(
-                f"sample id {int(self._ids[first])} of rank {first // len(index)} is not in [0, "
+                f"sample id {int(ids[first])} of rank {first // len(index)} is not in [0, "
                 f"{self.num_samples}), the range given to set_num_samples; take ids and "
                 "num_samples from the same data set"
             )
-        local, slots = self._find_local()
+        N = comm.size(self.group)
+        local = ids % N == comm.rank(self.group)
+        slots = (ids[local] // N).to(self.values["log_u"].device)
+        self._fetched = local, slots
         names = [name for name in ("log_u", "tau") if name in self.values]
         held = torch.cat([self.values[name][slots] for name in names], 1)
         # Only the rank that owns a sample fills in its row. The row is zero on all other ranks, so the sum over
         # ranks is the owner's value.
-        out = torch.zeros(len(self._ids), held.shape[1], dtype=torch.float64, device=index.device)
+        out = torch.zeros(len(ids), held.shape[1], dtype=torch.float64, device=index.device)
         out[local] = held.to(index.device)
         values = comm.reduce_scatter_in_place(out, self.group)
         return dict(zip(names, values.split(2, 1), strict=True))
@@ -117,8 +121,8 @@ class SampleState:
     @torch.no_grad()
     def commit(self) -> None:
         """Apply what was staged. If a sample occurs several times in the batch, use the mean of its u or gradients."""
-        assert self._ids is not None, "nothing is staged"
-        local, slots = self._find_local()
+        assert self._fetched is not None, "nothing is staged"
+        local, slots = self._fetched
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
         where = inverse[:, None].expand(-1, 2)
         counts = counts[:, None]
@@ -132,8 +136,8 @@ class SampleState:
         if self.step is not None:
             gradient = zeros.scatter_add(0, where, staged["tau_gradient"]) / counts
             self._step_tau(unique, gradient, self.step)
-        self.samples += len(self._ids)
-        self._ids = None
+        self.samples += len(local)
+        self._fetched = None
         self._staged = {}
 
     def _step_tau(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
@@ -154,17 +158,6 @@ class SampleState:
         values["exp_avg_sq"][slots] = second
         values["steps"][slots] = steps
         values["tau"][slots] = tau.clamp(step.low, step.high)
-
-    def _find_local(self) -> tuple[Tensor, Tensor]:
-        """Find which of the sample ids in the last fetched batch this rank owns.
-
-        Returns:
-            A mask of the ids of the global batch, [B] bool, and the indices of the owned samples in `values`.
-        """
-        assert self._ids is not None
-        N = comm.size(self.group)
-        local = self._ids % N == comm.rank(self.group)
-        return local, (self._ids[local] // N).to(self.values["log_u"].device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the samples that this rank owns."""

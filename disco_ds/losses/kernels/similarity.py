@@ -222,6 +222,14 @@ class Sums:
     positives: Tensor | None = None
     """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 
+    def add_rows(self, other: Sums) -> None:
+        """Include the sums and maxima of the same rows over other columns, in place."""
+        torch.logaddexp(self.rows, other.rows, out=self.rows)
+        for total, new in zip(self.maxima[:1], other.maxima[:1], strict=True):
+            torch.maximum(total, new, out=total)
+        if self.positives is not None and other.positives is not None:
+            self.positives += other.positives
+
 
 def raise_maxima(
     largest: Sequence[Tensor], tile: tuple[slice, slice], tops: Sequence[Tensor]
