@@ -16,9 +16,8 @@ from disco_ds.config.recipe_yaml import dump
 from disco_ds.data import Loader, Share, Source, count_epoch, load_sources
 from disco_ds.data.sources.load import count_slots
 from disco_ds.eval.model import read_input_spec
-from disco_ds.models.clip import build_tokenizer, read_text_size
-from disco_ds.models.fast.attention import MAX_ROWS
-from disco_ds.models.fast.texts import find_counter, packs
+from disco_ds.models.clip import build_tokenizer
+from disco_ds.models.fast.texts import find_counter, is_small, packs
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.plan.memory import GIB, Memory, plan_memory
@@ -170,9 +169,9 @@ def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]
     with fake_tensors(config):
         model: Any = prepare_model(config)
     # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
-    is_short = read_text_size(model)[0] <= MAX_ROWS
-    packed = packs(getattr(model, "text", model)) and is_short and not model.two_views
-    if not packed or config.precision == "fp32":
+    tower = getattr(model, "text", model)
+    is_packed = not model.two_views and packs(tower) and is_small(tower)
+    if not is_packed or config.precision == "fp32":
         return assumed.model_copy(update={"text_tokens": None})
     if assumed.text_tokens is not None:
         return assumed

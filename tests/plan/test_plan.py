@@ -32,7 +32,7 @@ from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
-from helpers.towers import BPE_SIZE, batches, prepare, tiny_config, write_tiny
+from helpers.towers import BPE_SIZE, TINY, batches, prepare, tiny_config, write_tiny
 from tools.check.memory import measure_towers
 
 CPU = torch.device("cpu")
@@ -532,16 +532,23 @@ def build_with_roberta() -> TwoTowers:
 
 
 def test_short_texts_are_planned_only_where_a_gpu_packs_them(tmp_path: Path) -> None:
-    """In fp32, texts are padded. Towers of Hugging Face cut all texts to the longest one, which is usually long."""
+    """In fp32 and with heads that are too wide for the kernels, texts are padded.
+
+    Towers of Hugging Face cut all texts to the longest one, which is usually long.
+    """
     short = Assumptions(text_tokens=2.0)
     roberta = {
         "model__name": ModelSettings().name,
         "model__factory": f"{__name__}:build_with_roberta",
     }
     views = {"model__two_views": True, "data__augment__zoom": 0.1}
+    wide = tmp_path / "wide.json"
+    text_cfg = TINY["text_cfg"] | {"width": 512, "heads": 2}
+    wide.write_text(json.dumps(TINY | {"text_cfg": text_cfg}))
     for precision, changes, is_packed in (
         (AUTOCAST, {}, True),
         ({}, {}, False),
+        (AUTOCAST, {"model__name": str(wide)}, False),
         (AUTOCAST, views, False),
         (AUTOCAST, roberta, False),
     ):

@@ -116,11 +116,14 @@ def fits_kernels(tower: Any, device: torch.device, is_half: bool) -> bool:
 
     On a GPU, packing saves time only with the Triton kernels, which take 16-bit values, short texts and narrow heads.
     """
-    if device.type != "cuda":
-        return True
+    return device.type != "cuda" or (is_half and has_kernel(device) and is_small(tower))
+
+
+def is_small(tower: Any) -> bool:
+    """Return whether the texts and the heads of a tower for which `packs` is true fit the Triton kernels."""
     attention = tower.transformer.resblocks[0].attn
     head_width = attention.out_proj.in_features // attention.num_heads
-    return max(tower.context_length, head_width) <= MAX_ROWS and is_half and has_kernel(device)
+    return max(tower.context_length, head_width) <= MAX_ROWS
 
 
 def is_causal(tower: Any) -> bool:
