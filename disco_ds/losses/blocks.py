@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -60,6 +60,10 @@ class TiledLoss(Loss):
 
     same_group: SameGroup = "negatives"
     """How the loss treats the other pairs of an anchor's group. GroupedLoss describes the values."""
+    make_blocks: type[Blocks]
+    """Gathered or Ring, which compare this rank's rows with the columns of all ranks."""
+    compares_views: ClassVar[bool] = False
+    """True for NT-Xent, whose sums also compare rows with rows, and columns with columns."""
 
     def __init__(
         self,
@@ -387,7 +391,9 @@ class Ring(_Columns):
         The block has positive pairs only if `owner` is this rank.
         """
         diagonal = 0 if owner == comm.rank(self.group) else None
-        groups = self.groups.with_owner(owner) if self.groups else None
+        groups = self.groups
+        if groups is not None:
+            groups = replace(groups, columns=groups.columns.split(len(rows))[owner])
         scales = scale.expand(len(rows))
         return Block(rows, columns, scales, scales, diagonal, shift, self.tiling, groups)
 
@@ -405,10 +411,8 @@ class Softmaxes:
         rows: [b, D].
         columns: [b, D].
         scale: [1].
-        make_blocks: Gathered or Ring, which compare this rank's rows with the columns of all ranks.
-        loss: Provides the tiling, the comm dtype and the process group.
+        loss: Provides make_blocks, compares_views, the tiling, the comm dtype and the process group.
         groups: The groups of this rank's rows and of all columns. None: all other pairs are negatives.
-        shared: True for NT-Xent, whose sums also compare rows with rows, and columns with columns.
         maxima: Also find the largest exponents.
         weight: A teacher's weight in the loss.
     """
@@ -418,18 +422,16 @@ class Softmaxes:
         rows: Tensor,
         columns: Tensor,
         scale: Tensor,
-        make_blocks: type[Blocks],
         loss: TiledLoss,
         groups: Groups | None = None,
-        shared: bool = False,
         maxima: bool = False,
         weight: float = 1.0,
     ):
         self.tiling = loss.tiling.on(rows.device)
         self.maxima = maxima
         self.weight = weight
-        self.blocks: Any = make_blocks(columns, loss, groups)
-        self.same = (make_blocks(rows, loss), self.blocks) if shared else ()
+        self.blocks: Any = loss.make_blocks(columns, loss, groups)
+        self.same = (loss.make_blocks(rows, loss), self.blocks) if loss.compares_views else ()
         """For NT-Xent, the blocks that compare rows with rows and columns with columns; otherwise ()."""
         self.rows = self.tiling.quantize(rows)
         self.columns = self.blocks.local

@@ -30,7 +30,6 @@ from disco_ds.losses.base import (
     teacher_metrics,
 )
 from disco_ds.losses.blocks import (
-    Blocks,
     Gathered,
     GroupedLoss,
     Ring,
@@ -181,11 +180,6 @@ class InfoNCE(torch.autograd.Function):
     If gradients are needed, forward computes them, and backward only multiplies them by the upstream gradient. They are
     correct only if the upstream gradient is the same on every rank, as it is if the loss is averaged over ranks.
 
-    Args:
-        make_blocks: Gathered or Ring, which compare this rank's rows with the columns of all ranks.
-        shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
-            view contains all other views of the global batch, first and second ones.
-
     Source: docs/losses.md sections 1 and 2.
     """
 
@@ -199,16 +193,12 @@ class InfoNCE(torch.autograd.Function):
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
-        make_blocks: type[Blocks],
-        shared: bool,
     ) -> tuple[Tensor | None, ...]:
         """Compute what TiledLoss.compute expects, and the gradients. Collective."""
-        student = Softmaxes(
-            rows, columns, scale, make_blocks, loss, groups, shared, maxima=loss.accuracy
-        )
+        student = Softmaxes(rows, columns, scale, loss, groups, maxima=loss.accuracy)
         weight = (loss.teacher_weight or 0.0) / max(len(teachers), 1)
         taught = [
-            Softmaxes(side, other_side, teacher.scale, make_blocks, loss, weight=weight)
+            Softmaxes(side, other_side, teacher.scale, loss, weight=weight)
             for side, other_side, teacher in teachers
         ]
         for each in taught:
@@ -242,7 +232,7 @@ class InfoNCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Multiply the gradients that forward computed by the upstream gradient."""
-        return *multiply_gradients(ctx, upstream), None, None, None, None, None, None
+        return *multiply_gradients(ctx, upstream), None, None, None, None
 
 
 def _add_teacher_loss(
@@ -366,9 +356,11 @@ class DisCoFusedLoss(GroupedLoss):
     The options are those of GroupedLoss (blocks.py).
     """
 
+    make_blocks = Gathered
+
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss, with the features of one side gathered from all ranks. Collective."""
-        return self.compute(InfoNCE, embeddings, Gathered, False)
+        return self.compute(InfoNCE, embeddings)
 
 
 @register_loss("inf_cl")
@@ -382,9 +374,11 @@ class InfCLLoss(GroupedLoss):
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """
 
+    make_blocks = Ring
+
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
-        return self.compute(InfoNCE, embeddings, Ring, False)
+        return self.compute(InfoNCE, embeddings)
 
 
 @register_loss("nt_xent")
@@ -403,12 +397,12 @@ class NTXentLoss(TiledLoss):
     """
 
     initial_scale = 10.0
+    compares_views = True
 
     def __init__(self, ring: bool = False, **options: Any):
         super().__init__(**options)
-        self.ring = ring
+        self.make_blocks = Ring if ring else Gathered
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss of both views. Collective."""
-        make_blocks = Ring if self.ring else Gathered
-        return self.compute(InfoNCE, embeddings, make_blocks, True)
+        return self.compute(InfoNCE, embeddings)

@@ -14,7 +14,7 @@ import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
-from disco_ds.losses.blocks import TiledLoss, chunk_rows
+from disco_ds.losses.blocks import Ring, TiledLoss, chunk_rows
 from disco_ds.losses.fastclip import FastCLIPLoss
 from disco_ds.losses.infonce import DisCoFusedLoss, DisCoLoss, FullMatrixLoss, InfCLLoss, NTXentLoss
 from disco_ds.losses.kernels.torch_tiles import STRIP
@@ -106,13 +106,13 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         case DisCoFusedLoss() | FastCLIPLoss():
             return 4, 1, 1
         case NTXentLoss():
-            return 10, 6 if loss.ring else 2, 1
+            return 10, 6 if in_ring(loss) else 2, 1
     return None
 
 
 def in_ring(loss: Loss) -> bool:
     """Return whether the features of the other ranks pass through this rank block by block."""
-    return isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+    return isinstance(loss, SigLIPLoss) or getattr(loss, "make_blocks", None) is Ring
 
 
 def loss_peak(

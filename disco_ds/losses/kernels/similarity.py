@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -48,11 +48,6 @@ class Groups:
     share: Tensor | None
     """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: entries within a
     group are ignored, except on the diagonal."""
-
-    def with_owner(self, owner: int) -> Groups:
-        """Return a copy with all rows, but only the columns that belong to the rank `owner`."""
-        n = len(self.rows)
-        return replace(self, columns=self.columns[owner * n : (owner + 1) * n])
 
 
 @dataclass(frozen=True)
