@@ -225,7 +225,7 @@ class Gathered(_Columns):
         Returns:
             Sums with one entry for each of the b rows and each of the b columns.
         """
-        part = softmax_sums(self._block(rows, scales, shift), maxima)
+        part = softmax_sums(self.block(rows, scales, shift), maxima)
         if comm.size(self.group) == 1:
             return part
         # The column sums are logarithms of sums over this rank's rows. To add them across ranks, subtract a common
@@ -276,10 +276,13 @@ class Gathered(_Columns):
         # contributions and sends each rank the sums for its own columns.
         d_columns = zero_gradient(self.columns) if needs_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        block = self._block(rows, scales, shift)
+        block = self.block(rows, scales, shift)
         column_shifts = self._gather_vector(shifts[1])
         targets = [
-            each.for_columns(each.blocks.columns, self._gather_vector(each.lse[1]), self.diagonal)
+            each.targets(
+                each.blocks.block(each.operands[0], each.scales, each.shift),
+                self._gather_vector(each.lse[1]),
+            )
             for each in teachers
         ]
         softmax_gradient(
@@ -301,7 +304,7 @@ class Gathered(_Columns):
             return local[:1].expand(len(self.columns))
         return comm.gather(local, group=self.group)
 
-    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
+    def block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
         """Return the block that compares this rank's rows with all columns."""
         column_scale = self._gather_vector(scales[1])
         return Block(
@@ -327,7 +330,7 @@ class Ring(_Columns):
         parts: list[Sums] = []
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            part = softmax_sums(self.block(rows, block[0], scales[0, :1], owner, shift), maxima)
+            part = softmax_sums(self.block(rows, block[0], scales[0], owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             if parts:
                 parts[0].add_rows(part)
@@ -364,13 +367,17 @@ class Ring(_Columns):
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
             # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
             # so they travel with the owner's columns.
-            current = self.block(rows, columns, scales[0, :1], owner, shift)
             targets = [
-                each.for_columns(of_teachers[2 * k], of_teachers[2 * k + 1], current.diagonal)
+                each.targets(
+                    each.blocks.block(
+                        each.operands[0], of_teachers[2 * k], each.scales[0], owner, each.shift
+                    ),
+                    of_teachers[2 * k + 1],
+                )
                 for k, each in enumerate(teachers)
             ]
             softmax_gradient(
-                current,
+                self.block(rows, columns, scales[0], owner, shift),
                 shifts[0],
                 column_shifts,
                 d_rows,
@@ -384,17 +391,17 @@ class Ring(_Columns):
         return d_rows, gradients[0] if gradients else None
 
     def block(
-        self, rows: Tensor, columns: Tensor, scale: Tensor, owner: int, shift: Tensor | None = None
+        self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None = None
     ) -> Block:
         """Return the block of this rank's rows and the columns of the rank `owner`.
 
-        The block has positive pairs only if `owner` is this rank.
+        The block has positive pairs only if `owner` is this rank. `scales`, [b] or [1], are all equal.
         """
         diagonal = 0 if owner == comm.rank(self.group) else None
         groups = self.groups
         if groups is not None:
             groups = replace(groups, columns=groups.columns.split(len(rows))[owner])
-        scales = scale.expand(len(rows))
+        scales = scales.expand(len(rows))
         return Block(rows, columns, scales, scales, diagonal, shift, self.tiling, groups)
 
 
@@ -472,18 +479,13 @@ class Softmaxes:
         """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
         return self.weight * (self.negatives_lse - self.lse).exp().sum(0)
 
-    def for_columns(self, columns: Tensor, column_lse: Tensor, diagonal: int | None) -> Weights:
-        """Return the targets for one block of columns.
+    def targets(self, block: Block, column_lse: Tensor) -> Weights:
+        """Return a teacher's targets for one block of its similarities.
 
         Args:
-            columns: [m, D], the teacher's columns.
+            block: A block that `blocks` has made, with m columns.
             column_lse: [m], the entries of lse[1] for these columns.
-            diagonal: Row i and column i + diagonal are a positive pair; None if the block has no positive pairs.
         """
-        rows, _ = self.operands
-        row_scale = self.operand_scale.expand(len(rows))
-        column_scale = self.operand_scale.expand(len(columns))
-        block = Block(rows, columns, row_scale, column_scale, diagonal, self.shift, self.tiling)
         return Weights(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
 
     def _compute_sums(self) -> None:
