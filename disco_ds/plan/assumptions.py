@@ -20,10 +20,7 @@ class Assumptions(BaseModel):
     context_gib: float = Field(1.0, ge=0, title="GIB")
     """Memory of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
     text_tokens: float | None = Field(None, ge=1, title="N")
-    """Mean number of tokens per caption, for text towers that skip padding (default: read from the shards if they are
-    local, otherwise as many as the model allows)."""
-    # Standard deviation of the number of tokens per caption. None: half of the mean.
-    text_deviation: float | None = Field(None, ge=0)
+    """Mean number of tokens per caption, for text towers that skip padding (default: as many as the model allows)."""
     per_host: int = Field(8, ge=1, title="N")
     """GPUs per host."""
     efficiency: float | None = Field(None, gt=0, le=1, title="FRACTION")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco_ds.config import Config, check_config
-from disco_ds.config.data import is_remote
 from disco_ds.config.recipe_yaml import dump
-from disco_ds.data import Loader, Share, Source, count_epoch, load_sources
-from disco_ds.data.sources.load import count_slots
-from disco_ds.eval.model import read_input_spec
-from disco_ds.models.clip import build_tokenizer
-from disco_ds.models.fast.texts import find_counter, is_small, packs
+from disco_ds.data import Source, count_epoch, load_sources
+from disco_ds.models.fast.texts import is_small, packs
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.plan.memory import GIB, Memory, plan_memory
@@ -44,10 +40,6 @@ TIE = 1.05
 
 Of all accepted settings, it takes those with the fewest changes to the recipe.
 """
-NUM_CAPTIONS = 1000
-"""Number of captions that are read to find their mean number of tokens."""
-NUM_SLOTS = 10
-"""The captions are read from this many slots, so that few shards must be opened."""
 
 
 @dataclass
@@ -142,54 +134,25 @@ def plan_run(
         epoch_samples = count_epoch(config.data, sources)
         num_samples = sum(source.num_samples for source in sources)
         assumed = assumed.model_copy(update={"data_samples": num_samples})
-    assumed = read_text_tokens(config, assumed, sources)
+    if assumed.text_tokens is not None and not packs_texts(config):
+        assumed = assumed.model_copy(update={"text_tokens": None})
     if search:
         made = fit(config, ranks, chosen, host_gib, assumed, search, epoch_samples)
     else:
-        towers = trace(config, config.micro_batch, assumed=assumed)
+        towers = trace(config, config.micro_batch, text_tokens=assumed.text_tokens)
         made = Plan(config, ranks, chosen, assumed, towers)
     if epoch_samples:
         made.config = made.config.with_samples(epoch_samples)
     return made
 
 
-def read_text_tokens(config: Config, assumed: Assumptions, sources: list[Source]) -> Assumptions:
-    """Fill in the number of tokens of a text from the first samples of the run, if its shards are on this machine.
-
-    Args:
-        config: The recipe.
-        assumed: The assumptions to complete. They are returned unchanged if they already have the number or if the
-            shards cannot be read. If a GPU would compute the padding of the texts, the number is removed.
-        sources: The sources of the recipe; empty if they cannot be loaded.
-    """
-    parts = config.data.parts
-    is_local = all(part.source == "shards" and not is_remote(str(part.shards)) for part in parts)
-    if assumed.text_tokens is None and not (sources and is_local):
-        return assumed
+def packs_texts(config: Config) -> bool:
+    """Return whether a GPU would pack the texts of a run, so that it does not compute their padding."""
     with fake_tensors(config):
         model: Any = prepare_model(config)
     # Towers that trim a micro-batch to its longest text do not count, because among many texts one is usually long.
     tower = getattr(model, "text", model)
-    is_packed = not model.two_views and packs(tower) and is_small(tower)
-    if not is_packed or config.precision == "fp32":
-        return assumed.model_copy(update={"text_tokens": None})
-    if assumed.text_tokens is not None:
-        return assumed
-    inputs = read_input_spec(model, build_tokenizer(config.model, model))
-    count_tokens = find_counter(model)
-    share = Share(rank=0, size=1, global_batch=NUM_CAPTIONS, micro_batch=NUM_CAPTIONS)
-    with suppress(ValueError, OSError):
-        slots = min(count_slots(config.data, sources, 1), NUM_SLOTS)
-        data = config.data.model_copy(update={"slots": slots, "workers": 0})
-        loader = Loader(data, sources, inputs, share, config.seed, count_tokens=count_tokens)
-        with closing(loader):
-            loader.start_step()
-            batch = next(loader.first_pass())
-        if "lengths" in batch:  # otherwise, the data cannot be read
-            lengths = batch["lengths"]
-            found = {"text_tokens": float(lengths.mean()), "text_deviation": float(lengths.std())}
-            return assumed.model_copy(update=found)
-    return assumed
+    return not model.two_views and packs(tower) and is_small(tower) and config.precision != "fp32"
 
 
 def fit(
@@ -258,7 +221,7 @@ def fit(
     fitting: set[tuple[int, bool, str]] = set()
     for checkpointing in (False, True):
         few, many = (
-            trace(change(1, m, checkpointing, "device", given), m, assumed=assumed)
+            trace(change(1, m, checkpointing, "device", given), m, text_tokens=assumed.text_tokens)
             for m in (sizes[0], sizes[-1])
         )
         for m, pixels, level in product(sizes, stagings, stages):

@@ -37,7 +37,6 @@ from disco_ds.models.clip import (
 )
 from disco_ds.models.fast.texts import find_counter
 from disco_ds.models.param_groups import PARAMETER_DTYPES
-from disco_ds.plan.assumptions import DEFAULTS, Assumptions
 from disco_ds.training.engine import EngineTowers, prepare
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -223,24 +222,26 @@ def make_batch(
     return batch
 
 
-def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = DEFAULTS) -> Towers:
+def trace(
+    config: Config, m: int, like_gpu: bool = True, text_tokens: float | None = None
+) -> Towers:
     """Trace the towers with a micro-batch of m samples, without allocating memory.
 
     Args:
         config: The recipe.
         m: Number of samples.
         like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
-        assumed: Assumptions about the number of tokens of a text. Memory is traced for texts that are longer than the
-            mean (plan_lengths chooses their lengths), and FLOPs for texts of the mean length.
+        text_tokens: Mean number of tokens of a text. FLOPs are traced for texts of this length, and memory for longer
+            ones (see ERRORS). None: all texts have the maximum number of tokens.
 
     Raises:
         ValueError: If the model cannot be traced.
     """
-    student = _trace(config, m, like_gpu, assumed)
-    if assumed.text_tokens is not None:
-        # Memory must suffice for long texts, but the time depends on the mean length.
-        equal = assumed.model_copy(update={"text_deviation": 0.0})
-        mean = _trace(config, m, like_gpu, equal)
+    # The standard deviation is assumed to be half of the mean.
+    long = text_tokens and text_tokens * (1 + ERRORS / 2 / m**0.5)
+    student = _trace(config, m, like_gpu, long)
+    if text_tokens is not None:
+        mean = _trace(config, m, like_gpu, text_tokens)
         student = replace(student, flops=mean.flops, replay_flops=mean.replay_flops)
     if config.teacher is None:
         return student
@@ -250,7 +251,7 @@ def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = 
         return replace(student, teacher_width=width, sample=student.sample + 2 * 4 * width)
     # The teacher runs once per micro-batch, before the student's forward, and without a graph.
     alone = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
-    teacher = _trace(alone, m, like_gpu, assumed)
+    teacher = _trace(alone, m, like_gpu, long)
     return replace(
         student,
         replay=max(student.replay, teacher.replay),
@@ -261,12 +262,16 @@ def trace(config: Config, m: int, like_gpu: bool = True, assumed: Assumptions = 
     )
 
 
-def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towers:
-    """Trace the recipe's model without its teacher. The arguments are those of `trace`."""
+def _trace(config: Config, m: int, like_gpu: bool, text_tokens: float | None) -> Towers:
+    """Trace the recipe's model without its teacher, for texts of this mean length."""
     measured: Counter[str] = Counter()
     with fake_tensors(config, like_gpu):
         model = prepare_model(config)
-        lengths = plan_lengths(assumed, m, read_text_size(model)[0])
+        lengths = None
+        if text_tokens is not None:
+            context = read_text_size(model)[0]
+            total = np.arange(m + 1) * min(text_tokens, context)
+            lengths = np.diff(np.ceil(total)).astype(int).clip(1, context)
         batch = make_batch(model, m, lengths=lengths)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
@@ -296,28 +301,6 @@ def _trace(config: Config, m: int, like_gpu: bool, assumed: Assumptions) -> Towe
         width=width,
         sample=sum(x.numel() * x.element_size() for x in samples) // m,
     )
-
-
-def plan_lengths(assumed: Assumptions, m: int, context: int) -> np.ndarray:
-    """Choose the text lengths for which the memory of a micro-batch is planned.
-
-    Args:
-        assumed: The mean and the standard deviation of the number of tokens. Without a mean, all texts have the maximum
-            number of tokens.
-        m: Number of texts in the micro-batch.
-        context: Maximum number of tokens of a text.
-
-    Returns:
-        [m] integers, the number of tokens of each text.
-    """
-    if assumed.text_tokens is None:
-        return np.full(m, context)
-    deviation = assumed.text_deviation
-    if deviation is None:
-        deviation = assumed.text_tokens / 2
-    mean = min(assumed.text_tokens + ERRORS * deviation / m**0.5, context)
-    total = np.arange(m + 1) * mean
-    return np.diff(np.ceil(total)).astype(int).clip(1, context)
 
 
 @contextmanager

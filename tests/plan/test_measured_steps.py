@@ -38,7 +38,7 @@ ROWS = [
 def traced(model: str, m: int, tokens: float) -> Towers:
     autocast = {"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 1}}
     config = tiny_config(model, autocast, global_batch=m, micro_batch=m)
-    return trace(config, m, assumed=Assumptions(text_tokens=tokens if tokens < 77 else None))
+    return trace(config, m, text_tokens=tokens if tokens < 77 else None)
 
 
 @pytest.mark.parametrize(("gpu", "model", "m", "count", "tokens", "compiled", "ms"), ROWS)
