@@ -361,7 +361,7 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
 
 def circulate(
     block: Sequence[Tensor],
-    visit: Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]],
+    visit: Callable[[int, list[Tensor]], list[Tensor]],
     join: Callable[[list[Tensor], list[Tensor]], None],
     group: Group = None,
 ) -> list[Tensor]:
@@ -375,10 +375,8 @@ def circulate(
     Args:
         block: This rank's tensors. Their shapes are the same on every rank, and they must not change
             during the call.
-        visit: visit(owner, block, spare) returns the tensors that this rank adds to the sums of the
-            block of rank `owner`. Their shapes are the same in every call, or the list is always
-            empty. `spare` is a list of tensors from an earlier call that are no longer needed, or
-            None; `visit` may overwrite and return it.
+        visit: visit(owner, block) returns the tensors that this rank adds to the sums of the block of
+            rank `owner`. Their shapes are the same in every call, or the list is always empty.
         join: join(mine, theirs) adds each tensor of `theirs` to the tensor of `mine` at the same
             position, in place.
         group: The process group; None means all ranks.
@@ -388,40 +386,28 @@ def circulate(
     """
     N, n = size(group), rank(group)
     current = [x.contiguous() for x in block]
-    # Two buffers take turns: `visit` reads the block in one buffer, which is also being sent, while the
-    # other buffer receives the next block.
-    buffers = [[torch.empty_like(x) for x in current] for _ in range(min(N - 1, 2))]
     sums: list[Tensor] = []
-    free: list[list[Tensor]] = []
     for hop in range(N):
-        following = buffers[hop % 2] if hop < N - 1 else []
-        arriving = _allocate_like(sums, free)
+        is_last = hop == N - 1
+        following = [] if is_last else [torch.empty_like(x) for x in current]
+        arriving = [torch.empty_like(x) for x in sums]
         # `sums` are for the block of the previous hop, which the next rank has now.
-        outgoing = [*current, *sums] if following else sums
-        requests = _exchange(outgoing, [*following, *arriving], group)
-        mine = visit((n - hop) % N, current, free.pop() if free else None)
+        requests = _exchange(sums if is_last else current + sums, following + arriving, group)
+        mine = visit((n - hop) % N, current)
         for request in requests:
             request.wait()
         if arriving:  # sums that the earlier ranks have computed for the current block
             join(mine, arriving)
-            free += [arriving, sums]
         sums = mine
         current = following
     if N == 1 or not sums:
         return sums
     # The last block that a rank visits belongs to the next rank, so one more hop brings the sums of
     # every block back to the owner of the block.
-    result = _allocate_like(sums, free)
+    result = [torch.empty_like(x) for x in sums]
     for request in _exchange(sums, result, group):
         request.wait()
     return result
-
-
-def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
-    """Return uninitialized tensors with the shapes of `tensors`. If `free` has an entry, remove and return it."""
-    if tensors and free:
-        return free.pop()
-    return [torch.empty_like(x) for x in tensors]
 
 
 def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:

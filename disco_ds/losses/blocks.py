@@ -329,7 +329,7 @@ class Ring(_Columns):
         """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
         parts: list[Sums] = []
 
-        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+        def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
             part = softmax_sums(self.block(rows, block[0], scales[0], owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             if parts:
@@ -360,11 +360,9 @@ class Ring(_Columns):
         for each in teachers:
             sent += [each.blocks.local, each.lse[1]]
 
-        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+        def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
             columns, column_shifts, *of_teachers = block
-            d_columns = None
-            if needs_columns:
-                d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
+            d_columns = zero_gradient(columns) if needs_columns else None
             # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
             # so they travel with the owner's columns.
             targets = [

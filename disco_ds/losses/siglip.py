@@ -104,13 +104,11 @@ class _SigLIP(torch.autograd.Function):
         ]
         target_gradient = zero_gradient(rows) if teachers else None
 
-        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+        def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
             nonlocal largest
             # The loss, and the gradient and maxima of this rank's rows, stay on this rank. The gradient and maxima of
             # the columns travel with the columns.
-            d_others = None
-            if needs_columns:
-                d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()
+            d_others = zero_gradient(block[0]) if needs_columns else None
             current = blocks.block(rows, block[0], scale, owner)
             targets = [
                 target.for_columns(columns, owner)
