@@ -7,7 +7,6 @@ compares this gradient with the one that a single process computes in float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,8 +22,8 @@ from disco_ds.eval.model import in_precision
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.models.clip import build_model
+from disco_ds.training.custom_loop import contrastive_step
 from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.step import train_step
 
 _ROWS = 8
 """Samples per micro-batch."""
@@ -144,15 +143,21 @@ def _step(small: Config, count: int) -> Result:
         count: Number of micro-batches per rank.
     """
     model, loss, batch = _prepare(small, comm.local_device())
-    micro_batches = list(zip(*(x.split(_ROWS) for x in batch), strict=True))
-    first = comm.rank() * count
-    mine = micro_batches[first : first + count]
+    image, text, index, group_id = (x.chunk(comm.size())[comm.rank()] for x in batch)
     engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
     set_lr(engine, _LR)
     before = _read_weights(engine)
     for _ in range(40):  # the loss scaler of fp16 skips steps until its scale is low enough
-        out = train_step(engine, loss, mine, lambda batch: batch, max_scale=math.inf)
-        if out.grad_norm is not None:
+        out = contrastive_step(
+            engine,
+            loss,
+            (image, text),
+            lambda views: engine(*views),
+            micro_batches=count,
+            index=index,
+            group_id=group_id,
+        )
+        if engine.was_step_applied():
             break
     gradient = (before - _read_weights(engine)) / _LR
     engine.destroy()

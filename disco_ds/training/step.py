@@ -1,16 +1,14 @@
-"""One optimizer step, from the micro-batches to the update.
+"""One optimizer step of a run, from the micro-batches to the update.
 
-`run_step` is the step of a run. `train_step` is the same algorithm without a run, for tools and for `disco-ds doctor`.
 The parts are in grad_accum.py (the features, the loss and its gradient) and engine.py (the towers and the update).
+contrastive_step (custom_loop.py) is the same algorithm without a run.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +18,7 @@ from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import EQUAL_TEXTS, MAX_EQUAL_TEXTS, SAMPLE, share_of_equal_texts
 from disco_ds.training.build import Run
-from disco_ds.training.engine import (
-    NOT_FINITE,
-    Engine,
-    EngineTowers,
-    Prepare,
-    Update,
-    backward_and_step,
-    clamp_scale,
-    set_rates,
-)
+from disco_ds.training.engine import NOT_FINITE, backward_and_step, clamp_scale, set_rates
 from disco_ds.training.grad_accum import Snapshot, forward_all, loss_at_features, surrogates
 from disco_ds.training.optimizer import update_average
 
@@ -126,52 +115,7 @@ def run_step(
     # If fp16's loss scaler has skipped the update, nothing else may change either.
     (after if update.result == "applied" else before).restore()
     clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
-    output = make_output(out, leaves, update)
-    if update.result == "applied":
-        run.loss.commit()
-        if config.optim.ema:
-            update_average(engine, config.optim.ema)
-        # At ZeRO 3, item() waits for the device, so everything else is started first.
-        run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
-    return output
-
-
-def train_step(
-    engine: Engine,
-    loss: Callable[[Embeddings], LossOutput],
-    micro_batches: Sequence[Any],
-    prepare: Prepare,
-    max_scale: float,
-) -> StepOutput:
-    """Update the parameters once, for callers that have no Run. Collective: every rank must call this.
-
-    Args:
-        engine: The engine.
-        loss: The loss of the global batch.
-        micro_batches: This rank's K micro-batches, where K is the engine's
-            gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
-        prepare: Turns a micro-batch into the inputs of the towers.
-        max_scale: Upper bound of exp(logit_scale) after the update.
-
-    Raises:
-        FloatingPointError: On every rank, if the gradient is not finite, except if fp16's loss scaler skips the step.
-            The parameters are not updated.
-    """
-    towers = EngineTowers(engine, prepare)
-    features = forward_all(towers, micro_batches, len(micro_batches))
-    after = Snapshot(engine.module)
-    out, leaves = loss_at_features(loss, features)
-    update = backward_and_step(engine, surrogates(towers, micro_batches, features, leaves))
-    if update.result == "not finite":
-        raise FloatingPointError(f"step {engine.global_steps}: {NOT_FINITE}")
-    after.restore()
-    clamp_scale(engine, max_scale, leaves.scale.detach())
-    return make_output(out, leaves, update)
-
-
-def make_output(out: LossOutput, leaves: Embeddings, update: Update) -> StepOutput:
-    """Return the results of a step."""
-    return StepOutput(
+    output = StepOutput(
         metrics=out.metrics,
         scale=leaves.scale.detach(),
         grad_norm=update.norm if update.result == "applied" else None,
@@ -179,6 +123,13 @@ def make_output(out: LossOutput, leaves: Embeddings, update: Update) -> StepOutp
         features=tuple(side.detach()[:SAMPLE].clone() for side in (leaves.image, leaves.text)),
         bias=leaves.bias,
     )
+    if update.result == "applied":
+        run.loss.commit()
+        if config.optim.ema:
+            update_average(engine, config.optim.ema)
+        # At ZeRO 3, item() waits for the device, so everything else is started first.
+        run.anomalies.check_spike("grad_norm", step + 1, update.norm.item())
+    return output
 
 
 def agree(

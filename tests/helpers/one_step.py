@@ -14,8 +14,8 @@ from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.grad_accum import Rng
-from disco_ds.training.step import train_step
 from helpers.precisions import PRECISIONS
+from helpers.step import train_step
 from helpers.towers import (
     Batch,
     batches,

@@ -17,10 +17,10 @@ from disco_ds.losses import build_loss, list_losses
 from disco_ds.plan.losses import _count_work, loss_cost
 from disco_ds.plan.speed import _count_engine
 from disco_ds.training.engine import build_engine
-from disco_ds.training.step import train_step
 from helpers.loss_errors import WIDTH_OF_ROWS, on_all_ranks
 from helpers.one_step import COUNTS, SIZE
 from helpers.oracle import features
+from helpers.step import train_step
 from helpers.towers import batches, build_towers, tiny_config
 from tools.bench.loss import Received
 

@@ -28,8 +28,8 @@ from disco_ds.models.fast.replace import describe_parts, replace_parts
 from disco_ds.models.fast.texts import MAX_ROWS, find_counter, fits_kernels, pack
 from disco_ds.models.flops import count_flops
 from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
+from helpers.step import train_step
 from helpers.towers import CONTEXT, TINY, VOCABULARY, distance, masters, tiny_config
 
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ from disco_ds.plan.overview import list_changes, plan_run
 from disco_ds.plan.speed import _count_engine, hide, plan_speed, tower_rate
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
+from helpers.step import train_step
 from helpers.towers import BPE_SIZE, TINY, batches, prepare, tiny_config, write_tiny
 from tools.check.memory import measure_towers
 

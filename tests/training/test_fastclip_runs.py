@@ -21,11 +21,11 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.loop import train
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.fastclip_oracle import PRESETS, Oracle, make_loss
 from helpers.faults import BOTH, leave_out, nothing, poisoned, start
 from helpers.launched import equal_checkpoints
+from helpers.step import train_step
 from helpers.tiny_run import recipe
 from helpers.towers import (
     Batch,

@@ -14,10 +14,10 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.training.engine import build_engine, set_lr
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.machine import needs_fp16
 from helpers.precisions import MATRIX, PRECISIONS, ds_config
+from helpers.step import train_step
 from helpers.towers import (
     Batch,
     batches,

@@ -12,9 +12,9 @@ from disco_ds.config import render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.training.engine import build_engine
-from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
 from helpers.precisions import ds_config
+from helpers.step import train_step
 from helpers.towers import (
     Batch,
     batches,

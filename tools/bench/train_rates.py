@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,15 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import make_batch, trace
 from disco_ds.training.build import build
-from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.engine import (
+    EngineTowers,
+    backward_and_step,
+    build_engine,
+    clamp_scale,
+    set_lr,
+)
+from disco_ds.training.grad_accum import forward_all, loss_at_features, surrogates
 from disco_ds.training.loop import train
-from disco_ds.training.step import train_step
 from tools.bench import slices
 from tools.bench.data import make_shards
 from tools.bench.timing import Clock
@@ -269,7 +274,15 @@ def build_step(config: Config, captions: str = "full") -> tuple[Callable[[], Any
     def prepare(batch: MicroBatch) -> tuple[Any, ...]:
         return batch["image"], Texts(batch["text"], batch.get("lengths")), batch["index"]
 
-    return partial(train_step, engine, loss, batches, prepare, config.model.max_scale), flops
+    towers = EngineTowers(engine, prepare)
+
+    def step() -> None:
+        features = forward_all(towers, batches, len(batches))
+        _, leaves = loss_at_features(loss, features)
+        backward_and_step(engine, surrogates(towers, batches, features, leaves))
+        clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
+
+    return step, flops
 
 
 def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]:
