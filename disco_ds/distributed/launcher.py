@@ -137,8 +137,8 @@ class Interrupts:
         self.save_every_s = save_every_s
         self.since = time.monotonic()
         """When the last save began; before the first save, when the timer was started."""
-        self.asked: str | None = None
-        """Name of the last signal that this rank has received, or None."""
+        self.is_stop_requested = False
+        """Whether this rank has received a signal."""
         self.save = False
         """Agreed by all ranks: save after this step."""
         self.stop = False
@@ -169,7 +169,7 @@ class Interrupts:
         self.since = time.monotonic()
 
     def _handle(self, number: int, frame: Any) -> None:
-        self.asked = signal.Signals(number).name
+        self.is_stop_requested = True
         if number != signal.SIGINT:
             return
         now = time.monotonic()

@@ -156,7 +156,7 @@ def agree(
             "last_step": step,
             "minus_first_step": -step,
             "save": run.interrupts.is_save_due,
-            "stop": run.interrupts.asked is not None,
+            "stop": run.interrupts.is_stop_requested,
             "writing": not run.saver.job.done(),
             "equal_texts": equal_texts,
             "loss": out.metrics["loss"],
