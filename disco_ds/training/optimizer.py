@@ -29,7 +29,7 @@ from deepspeed import DeepSpeedEngine as Engine
 from timm.optim import Lamb, Lion
 from torch import Tensor
 
-from disco_ds.checkpoints.state import AVERAGE, find_local
+from disco_ds.checkpoints.state import AVERAGE, LocalPart, find_local
 from disco_ds.config import EmaSettings, OptimSettings
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.names import load_custom
@@ -106,12 +106,10 @@ class Muon(torch.optim.AdamW):
         self.dtype = dtype
         self.is_sharded = False
         """True at ZeRO 1 to 3, where a matrix may be divided among the ranks. `attach` sets this."""
-        self.parts: dict[Tensor, list[tuple[torch.Size, int, int, int]]] = defaultdict(list)
+        self.parts: dict[Tensor, list[tuple[torch.Size, LocalPart]]] = defaultdict(list)
         """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank.
 
-        Each entry describes one matrix by four values: the shape of the whole matrix; the index, within the matrix, of
-        the first element that this rank holds; the position of that element in the tensor; and the number of elements
-        that this rank holds.
+        Each entry is the shape of the whole matrix and the part of it that this rank holds.
         """
 
     def attach(self, engine: Engine, matrices: list[Any]) -> None:
@@ -123,8 +121,8 @@ class Muon(torch.optim.AdamW):
         """
         self.is_sharded = engine.zero_optimization_stage() > 0
         for matrix in matrices:
-            held, *part = find_local(engine, matrix)
-            self.parts[held].append((getattr(matrix, "ds_shape", matrix.shape), *part))
+            part = find_local(engine, matrix)
+            self.parts[part.tensor].append((getattr(matrix, "ds_shape", matrix.shape), part))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -154,9 +152,11 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         by_shape: dict[torch.Size, list[Part]] = defaultdict(list)
         for weight, update in zip(weights, updates, strict=True):
-            for shape, start, place, numel in self.parts[weight]:
-                values, change = (x.view(-1).narrow(0, place, numel) for x in (weight, update))
-                by_shape[shape].append(Part(values, change, start))
+            for shape, part in self.parts[weight]:
+                held = slice(part.position, part.position + part.numel)
+                by_shape[shape].append(
+                    Part(weight.view(-1)[held], update.view(-1)[held], part.start)
+                )
         for shape, parts in by_shape.items():
             most = max(MAX_BATCH // shape.numel(), 1)
             for first in range(0, len(parts), most):
