@@ -46,11 +46,15 @@ A flat tensor is the concatenation of many parameters.
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous part of a parameter in a file: `numel` elements of the flat `states`, from index `position`."""
+    """A contiguous part of a parameter in a file."""
 
     states: States
+    start: int
+    """Index, within the parameter, of the part's first element."""
     position: int
+    """Index of that element in the flat `states`."""
     numel: int
+    """Number of elements in the part. It may be 0."""
 
 
 Fragments = dict[str, list[Fragment]]
@@ -90,7 +94,7 @@ def read_fragments(saved: Checkpoint, ranks: Iterable[int] | None = None) -> Fra
         for number, name in enumerate(names):
             value = file["module"][name]
             states = {"fp32": value, **optimizer["state"].get(number, {})}
-            fragments[name].append(Fragment(states, 0, value.numel()))
+            fragments[name].append(Fragment(states, 0, 0, value.numel()))
         return fragments
     shapes = load_model(saved)["param_shapes"]
     flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
@@ -104,14 +108,14 @@ def read_fragments(saved: Checkpoint, ranks: Iterable[int] | None = None) -> Fra
                 if stage == 3:
                     # This rank's shares of the parameters are concatenated. The shares of the last ranks are padded.
                     share = math.ceil(size.numel() / num_ranks)
-                    _, _, numel = find_overlap(0, size.numel(), rank, share)
-                    fragments[name].append(Fragment(states, offset, numel))
+                    start, _, numel = find_overlap(0, size.numel(), rank, share)
+                    fragments[name].append(Fragment(states, start, offset, numel))
                     offset += share
                 else:
                     # The parameters are concatenated and divided evenly among the ranks.
                     part_size = len(file[flat][group]) + file["group_paddings"][group]
-                    _, position, numel = find_overlap(offset, size.numel(), rank, part_size)
-                    fragments[name].append(Fragment(states, position, numel))
+                    part = find_overlap(offset, size.numel(), rank, part_size)
+                    fragments[name].append(Fragment(states, *part))
                     offset += size.numel() + file["param_alignment_paddings"][group][number]
     return fragments
 
@@ -283,7 +287,7 @@ def load_trained(saved: Checkpoint, engine: Engine, is_same: bool) -> None:
             numel = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 sets ds_numel
             if not is_same and sum(each.numel for each in parts) != numel:
                 whole = {key: join(parts, key) for key in parts[0].states}
-                parts = [Fragment(resize(whole, engine.module), 0, numel)]
+                parts = [Fragment(resize(whole, engine.module), 0, 0, numel)]
             _copy_states(parts, local, is_same, states[local.tensor])
         file, optimizer = load_optimizer(saved, comm.rank() if is_same else 0)
         _load_optimizer_states(engine, states, optimizer["param_groups"])
@@ -301,15 +305,15 @@ def _copy_states(
     """Copy this rank's part of a parameter from the fragments to the weights and to the optimizer states.
 
     Args:
-        fragments: The parameter's fragments in rank order or, if `is_same`, this rank's fragment only.
+        fragments: Fragments of the parameter that contain this rank's part.
         local: The part.
         is_same: As in load_trained.
         states: The new optimizer states of local.tensor, to which this part is added.
     """
     weight, start, position, numel = local
-    begin = start if is_same else 0  # index, within the parameter, of the fragment's first element
     for fragment in fragments:
-        first, end = max(begin, start), min(begin + fragment.numel, start + numel)
+        first = max(fragment.start, start)
+        end = min(fragment.start + fragment.numel, start + numel)
         for key, value in fragment.states.items():
             if key == "fp32":
                 target = weight
@@ -322,11 +326,10 @@ def _copy_states(
                 target = states[key]
             if first < end:
                 flat = target.reshape(-1)
-                source = _narrow(fragment, key, first - begin, end - first)
+                source = _narrow(fragment, key, first - fragment.start, end - first)
                 flat.narrow(0, position + first - start, end - first).copy_(source)
                 if flat.data_ptr() != target.data_ptr():  # a parameter in channels_last
                     target.copy_(flat.view(target.shape))
-        begin += fragment.numel
 
 
 def _load_optimizer_states(
