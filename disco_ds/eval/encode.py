@@ -111,9 +111,9 @@ class Encoder:
         with comm.all_or_none(f"evaluation on {images.name}"):
             if problem is not None:
                 raise problem
+            _check_finite("image", finite)
         if not any(comm.gather_objects(num_read)):
             raise comm.AgreedError(f"evaluation on {images.name}: no image could be read")
-        _check_finite("image", finite)
 
     def encode_texts(self, texts: list[str]) -> Tensor:
         """Encode this rank's texts as unit features, fp32, a row for each. Ranks may have different numbers of texts.
@@ -129,7 +129,8 @@ class Encoder:
             features = self.model(text=self.tokenize(part or [""]).to(device))[1]
             parts.append(features[: len(part)])
         encoded = torch.cat(parts)
-        _check_finite("text", encoded.isfinite().all())
+        with comm.all_or_none("evaluation"):
+            _check_finite("text", encoded.isfinite().all())
         return encoded
 
     def encode_pairs(self, pairs: ImageSet, most: int | None = None) -> Pairs:
@@ -180,9 +181,9 @@ def _hash(data: bytes) -> int:
 
 
 def _check_finite(tower: str, finite: Tensor) -> None:
-    """Raise an error on all ranks if any rank's features of a tower are not finite. Collective."""
-    if not all(comm.gather_objects(bool(finite))):
-        raise comm.AgreedError(f"evaluation: the features of the {tower} tower are not finite")
+    """Raise an error if this rank's features of a tower are not finite."""
+    if not finite:
+        raise ValueError(f"the features of the {tower} tower are not finite")
 
 
 def gather_rows(x: Tensor) -> Tensor:
