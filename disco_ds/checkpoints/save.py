@@ -33,7 +33,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from deepspeed import DeepSpeedEngine as Engine
@@ -63,8 +63,8 @@ class Saver:
     """The run's settings for checkpoints."""
     engine: Engine
     """The engine whose state is saved."""
-    read_state: Callable[[int], RunState]
-    """Called with the number of completed steps. Returns the state to save in addition to the engine's."""
+    read_state: Callable[[int], tuple[Tree, Tree]]
+    """Called with the number of completed steps. Returns what `copy_state` needs: `meta` and `state`."""
     heartbeat: Heartbeat
     """Notified when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
@@ -122,7 +122,7 @@ class Saver:
                 self.in_flight = copy_state(
                     self.folder,
                     self.engine,
-                    self.read_state(step),
+                    *self.read_state(step),
                     self.host_copy,
                     partial(self._remove, self.settings.keep_last),
                 )
@@ -263,21 +263,11 @@ class Saver:
         return keep.remove_checkpoints(self.folder, keep_last, keep_every, busy)
 
 
-class RunState(NamedTuple):
-    """The state that a checkpoint contains in addition to DeepSpeed's engine files and the random generators."""
-
-    meta: Tree
-    """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
-    data: Tree
-    """State of this rank's data loader."""
-    loss: Tree
-    """This rank's state of the loss."""
-
-
 def copy_state(
     folder: Path,
     engine: Engine,
-    state: RunState,
+    meta: Tree,
+    state: Tree,
     host: HostCopy | None,
     tidy: Callable[[], object],
 ) -> Save:
@@ -286,7 +276,9 @@ def copy_state(
     Args:
         folder: The run folder.
         engine: The engine to save.
-        state: The state to save in addition to the engine's.
+        meta: Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies.
+        state: State of this rank to save in addition to the engine's and the random generators': `data` (the loader)
+            and `loss`.
         host: Host memory that receives a copy of the state, from which the files are written. If it is
             None, the files are written from the state itself, which must not change until they are written.
         tidy: Called in a thread of rank 0 as soon as the checkpoint is complete.
@@ -294,15 +286,15 @@ def copy_state(
     Raises:
         AgreedError: If any rank could not copy its state.
     """
-    final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
+    final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
     files = deepspeed_quirks.collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
-        files[rank_file] = {"rng": read_rng(), "data": state.data, "loss": state.loss}
+        files[rank_file] = {"rng": read_rng(), **state}
         if host is not None:
             files = host.take(files)
-    return Save(final, partial, {"format": FORMAT, **state.meta}, files, tidy)
+    return Save(final, partial, {"format": FORMAT, **meta}, files, tidy)
 
 
 class HostCopy:

@@ -27,7 +27,7 @@ from disco_ds.checkpoints.resume import (
     set_newer_aside,
     shape_of,
 )
-from disco_ds.checkpoints.save import RunState, Saver
+from disco_ds.checkpoints.save import Saver
 from disco_ds.checkpoints.state import load_trained, load_untrained
 from disco_ds.config import Config, Schedule, Tree, make_schedule, render_ds_config
 from disco_ds.data import (
@@ -230,7 +230,7 @@ def build(
         state=earlier,
     )
 
-    def read_state(step: int) -> RunState:
+    def read_state(step: int) -> tuple[Tree, Tree]:
         meta = {
             "step": step,
             "samples": schedule.samples(step),
@@ -240,7 +240,7 @@ def build(
             "shape": shape,
             "anomalies": anomalies.state_dict(),
         }
-        return RunState(meta, loader.state_dict(), loss.state_dict())
+        return meta, {"data": loader.state_dict(), "loss": loss.state_dict()}
 
     saver = Saver(
         folder,

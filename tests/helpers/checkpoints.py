@@ -12,7 +12,7 @@ import torch
 from disco_ds.checkpoints.checkpoint import read_rng
 from disco_ds.checkpoints.keep import FORMAT, seal
 from disco_ds.checkpoints.resume import identity_of, shape_of
-from disco_ds.checkpoints.save import RunState, Save, copy_state
+from disco_ds.checkpoints.save import Save, copy_state
 from disco_ds.distributed import jobs
 from disco_ds.runs.run_folder import CHECKPOINTS, META
 from helpers.towers import TINY, tiny_config
@@ -57,9 +57,8 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a checkpoint, wait until it is complete, and return its folder. Collective."""
-    return finish(
-        copy_state(folder, engine, RunState(meta, data_state, loss_state), None, lambda: None)
-    )
+    state = {"data": data_state, "loss": loss_state}
+    return finish(copy_state(folder, engine, meta, state, None, lambda: None))
 
 
 def finish(save: Save) -> Path:
