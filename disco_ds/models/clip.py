@@ -142,7 +142,7 @@ def _create(
     name = register_config(settings.name)
     weights = find_weights(name, settings) if pretrained else None
     image_weights = settings.pretrained_image if pretrained else None
-    config = open_clip.get_model_config(name)
+    config = open_clip.get_model_config(name) or {}
     quick_gelu = choose_quick_gelu(name, settings)
     if quick_gelu != config.get("quick_gelu", False) and settings.quick_gelu is None:
         logger.warning("model %s uses QuickGELU=%s, as its weights do", settings.name, quick_gelu)

@@ -184,7 +184,7 @@ def choose_quick_gelu(name: str, settings: ModelSettings) -> bool:
     Raises:
         ValueError: If the recipe contradicts the weights.
     """
-    config = open_clip.get_model_config(name)
+    config = open_clip.get_model_config(name) or {}
     chosen = config.get("quick_gelu", False) or bool(settings.quick_gelu)
     weights = _read_config(name, settings.pretrained)
     wanted = weights.get("quick_gelu", False) if weights else chosen

@@ -116,7 +116,7 @@ def fits_kernels(tower: Any, device: torch.device, is_half: bool) -> bool:
 
     On a GPU, packing saves time only with the Triton kernels, which take 16-bit values, short texts and narrow heads.
     """
-    return device.type != "cuda" or (is_half and has_kernel(device) and is_small(tower))
+    return device.type != "cuda" or (is_half and is_small(tower) and has_kernel(device))
 
 
 def is_small(tower: Any) -> bool:
