@@ -11,7 +11,7 @@ import math
 import re
 import string
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -54,41 +54,18 @@ def pick_caption(
     Raises:
         BrokenSample: If a field is missing or cannot be used, or if the caption is empty.
     """
-    return fill_template(_pick_template(weights, uniform), members, item)
-
-
-def _pick_template(weights: dict[str, float], uniform: float) -> str:
     ends = list(accumulate(weights.values()))
-    return list(weights)[bisect_right(ends, uniform * ends[-1])]
-
-
-def number_caption(
-    weights: dict[str, float], members: Members, uniform: float, item: float
-) -> tuple[int, int]:
-    """Return which caption pick_caption chooses for these arguments, and how many captions the templates can produce.
-
-    The captions are numbered in the order of list_captions.
-    """
-    filler = _Filler(item)
-    chosen = _pick_template(weights, uniform)
-    filler.vformat(chosen, (), members)
-    captions = [(template, items) for template, items, _ in _produce(weights, members)]
-    return captions.index((chosen, filler.items)), len(captions)
+    template = list(weights)[bisect_right(ends, uniform * ends[-1])]
+    return fill_template(template, members, item)
 
 
 def list_captions(weights: dict[str, float], members: Members) -> list[str]:
     """Return all captions that the templates can produce, in the order of the templates and of the items of lists.
 
     A template with `[*]` produces one caption for each item of the list. Items that are null or blank produce none, and
-    neither does a template that cannot be filled.
+    neither does a template that cannot be filled. Several captions may have the same text.
     """
-    return [text for _, _, text in _produce(weights, members)]
-
-
-def _produce(
-    weights: dict[str, float], members: Members
-) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield the template, the chosen items and the text of each caption that the templates can produce."""
+    captions: list[str] = []
     for template in weights:
         # Each choice of an item may lead to other choices: {a[*]|b[*]} uses an item of b only if that of a is blank.
         items: tuple[int, ...] | None = ()
@@ -97,8 +74,9 @@ def _produce(
             with suppress(*_UNFILLED):
                 text = filler.vformat(template, (), members).strip()
                 if text:
-                    yield template, filler.items, text
+                    captions.append(text)
             items = filler.find_next()
+    return captions
 
 
 def list_fields(template: str) -> set[str]:
@@ -143,7 +121,7 @@ class _Filler(string.Formatter):
 
     def __init__(self, uniform: float, given: tuple[int, ...] = ()) -> None:
         self._uniform, self._given = uniform, given
-        self.items: tuple[int, ...] = ()
+        self._items: tuple[int, ...] = ()
         """The choices so far."""
         self._lengths: tuple[int, ...] = ()
 
@@ -163,21 +141,21 @@ class _Filler(string.Formatter):
 
     def find_next(self) -> tuple[int, ...] | None:
         """Return the choices after these in lexicographic order; None if these are the last ones."""
-        for k in reversed(range(len(self.items))):
-            if self.items[k] + 1 < self._lengths[k]:
-                return *self.items[:k], self.items[k] + 1
+        for k in reversed(range(len(self._items))):
+            if self._items[k] + 1 < self._lengths[k]:
+                return *self._items[:k], self._items[k] + 1
         return None
 
     def _choose(self, values: list[Any]) -> Any:
         """Choose an item of a list that is not empty."""
         scaled = self._uniform * len(values)
         item = int(scaled)
-        if len(self.items) < len(self._given):
-            item = self._given[len(self.items)]
+        if len(self._items) < len(self._given):
+            item = self._given[len(self._items)]
         else:
             # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next choice is independent.
             self._uniform = scaled % 1
-        self.items += (item,)
+        self._items += (item,)
         self._lengths += (len(values),)
         return values[item]
 

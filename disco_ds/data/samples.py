@@ -123,8 +123,8 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
     with breaks_sample():
         sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
         uniform = partial(keyed_float, sample["view_key"])
-        drawn = uniform(CAPTION_COLUMN), uniform(CAPTION_COLUMN + 1)
-        caption = pick_caption(settings.captions, members, *drawn)
+        drawn, item = uniform(CAPTION_COLUMN), uniform(CAPTION_COLUMN + 1)
+        caption = pick_caption(settings.captions, members, drawn, item)
         picture = find_image(members, settings.image_key)
         if settings.group_by:
             sample["group_id"] = find_group(settings.group_by, members, caption, picture)
@@ -133,7 +133,7 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
         if spec.teacher_tokenize:
             sample["teacher_text"] = _tokenize(spec.teacher_tokenize, short, spec.teacher_length)
         if spec.stored:
-            sample |= read_view(spec.stored, spec.image, settings, members, drawn, picture, key)
+            sample |= read_view(spec.stored, spec.image, settings, members, caption, picture, key)
         if "image" not in sample:
             sample["image"] = decode_crop(picture, settings, spec.image, sample["view_key"])
     return sample

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from disco_ds.config.data import DataSettings
 from disco_ds.config.recipe import TeacherSettings
-from disco_ds.data.captions import KEYS, Members, Picture, find_group, number_caption
+from disco_ds.data.captions import KEYS, Members, Picture, find_group, list_captions
 from disco_ds.data.counter_rng import keyed_int, random_key
 from disco_ds.data.errors import MAX_BYTES, BrokenSample, DataError, breaks_sample
 from disco_ds.data.images import ImageSpec, decode_image
@@ -66,7 +66,7 @@ def read_view(
     spec: ImageSpec,
     settings: DataSettings,
     members: Members,
-    drawn: tuple[float, float],
+    caption: str,
     image: Picture,
     key: tuple[int, int, int],
 ) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def read_view(
         spec: The image size that the model expects.
         settings: Settings of the sample's source.
         members: The sample's members.
-        drawn: The two random numbers that were passed to pick_caption.
+        caption: The caption that was chosen for this epoch.
         image: The encoded image, or the decoded one if data.transforms decoded it.
         key: (seed of the run, epoch, id of the sample).
 
@@ -92,12 +92,15 @@ def read_view(
     parsed: dict[str, Any] = {}
     images = read_array(stored.image, members, parsed, stored.width)
     texts = read_array(stored.text, members, parsed, stored.width).view(-1, stored.width)
-    number, count = number_caption(settings.captions, members, *drawn)
-    if len(texts) != count:
+    captions = list_captions(settings.captions, members)
+    if len(texts) != len(captions):
         raise BrokenSample(
-            f"{stored.text} has {len(texts)} rows, but data.captions can produce {count} captions of this sample"
+            f"{stored.text} has {len(texts)} rows, but data.captions can produce {len(captions)} captions of this "
+            "sample"
         )
-    arrays: dict[str, Any] = {"image_embedding": images, "text_embedding": texts[number]}
+    # Captions with the same text have the same embedding, so the first of them will do.
+    text = texts[captions.index(caption)]
+    arrays: dict[str, Any] = {"image_embedding": images, "text_embedding": text}
     seed, epoch, index = key
     if images.ndim == 1:  # one embedding for all augmentations
         if stored.replay:
