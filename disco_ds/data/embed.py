@@ -17,7 +17,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice, starmap
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from disco_ds.data.errors import (
 )
 from disco_ds.data.images import augment, decode_image, find_image, resize_for_evaluation
 from disco_ds.data.samples import InputSpec, decode_crop
-from disco_ds.data.sequential import read_in_threads
+from disco_ds.data.sequential import read_in_threads, read_labels
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.load import load_sources
@@ -299,18 +299,8 @@ def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> N
 
 def read_scores(folder: Path) -> np.ndarray:
     """Read the similarities that are stored in the shards of a folder, [n] fp64, in the order of sample ids."""
-    manifest = load_manifest(folder)
-
-    def read(shard: int, entry: int) -> float:
-        members = reader.read(shard, entry, ("json", SCORE))
-        fields = json.loads(members["json"]) if "json" in members else members
-        return float(fields[SCORE])
-
-    with closing(manifest.open()) as reader:
-        positions = (
-            (shard, entry) for shard, size in enumerate(manifest.sizes) for entry in range(size)
-        )
-        return np.fromiter(starmap(read, positions), np.float64)
+    scores = read_labels(load_manifest(folder), f"{{json[{SCORE}]|{SCORE}}}")
+    return np.array(scores, np.float64)
 
 
 def _pack(rows: Tensor) -> bytes:

@@ -35,7 +35,7 @@ from disco_ds.data.images import (
     resize_random_crop,
 )
 from disco_ds.data.order import divide
-from disco_ds.data.sources.base import Reader, Source
+from disco_ds.data.sources.base import DirectSource, Source
 from disco_ds.data.stored import StoredEmbeddings, read_view
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -158,16 +158,12 @@ def _tokenize(tokenize: Tokenize, caption: str, length: int) -> Tensor:
     return tokens[0]
 
 
-class SyntheticSource(Source):
-    """A source of random images and tokens, for testing a model or a cluster without data. It is its own Reader."""
+class SyntheticSource(DirectSource):
+    """A source of random images and tokens, for testing a model or a cluster without data."""
 
     def __init__(self, num_samples: int) -> None:
         self.sizes = divide(num_samples)
         self.fingerprint = f"synthetic-{num_samples}"
-
-    def open(self, num_slots: int, window: int) -> Reader:
-        """Return the source itself."""
-        return self
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """Return no members, because `generate` needs none."""
@@ -176,9 +172,6 @@ class SyntheticSource(Source):
     def name(self, shard: int, entry: int) -> str:
         """Return a name for messages."""
         return self.label(shard, entry)
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def generate(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:

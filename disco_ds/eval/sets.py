@@ -191,8 +191,8 @@ def _open(
         if is_captioned and text == _SHARDS_CAPTION:
             text = _CSV_CAPTION
         data = data.model_copy(update={"captions": {text: 1.0}})
-        source = CaptionedImages.read_texts(Table.load(path, data), text, joins=is_captioned)
-        texts = {line for lines in source.texts if isinstance(lines, list) for line in lines}
+        source = CaptionedImages(Table.load(path, data), text, joins=is_captioned)
+        texts = source.texts
         images = ImageSet(name, source, data, "{texts}")
     else:
         folder = resolve_shards(path)

@@ -15,7 +15,7 @@ import os
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +27,7 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, read_regular
 from disco_ds.data.order import divide
-from disco_ds.data.sources.base import Source, digest
+from disco_ds.data.sources.base import DirectSource, Source, digest
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
 
@@ -146,61 +146,65 @@ class Table(Source):
         return cls(path, separator, columns, image, starts, lines, fingerprint)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CaptionedImages(Table):
-    """The images of a table with their captions or labels. Used by evaluations."""
+@dataclass
+class _Image:
+    """An image of a table. Several rows may have its path."""
 
-    rows: list[int]
-    """The number of each image's first row."""
-    texts: list[list[str] | BrokenSample]
-    """The captions or labels of each image, without line breaks, or the reason why it has none."""
+    row: int
+    """Number of its first row."""
+    path: str
+    """Its path, as in this row."""
+    error: BrokenSample | None = None
+    """Why this row has no text, or None."""
+    texts: list[str] = field(default_factory=list)
+    """The captions or labels of all rows, without line breaks."""
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of images. All of them are in one nominal shard."""
-        return [len(self.rows)]
 
-    def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """Return the image under the name of its column, and its texts, one per line, under "texts"."""
-        texts = self.texts[entry]
-        if isinstance(texts, BrokenSample):
-            raise texts
-        path = self.find(self.read_row(self.rows[entry])[self.image])
-        return {self.image: read_regular(path), "texts": "\n".join(texts).encode()}
+class CaptionedImages(DirectSource):
+    """The images of a table with their captions or labels. Used by evaluations. All images are in one nominal shard.
 
-    def name(self, shard: int, entry: int) -> str:
-        """Return `file/line number` of the image's first row, for messages."""
-        return f"{self.path.name}/line {self.lines[self.rows[entry]]}"
+    Args:
+        table: The table.
+        template: Template of a row's text.
+        joins: Whether rows with the same path are one image with several texts. A broken row is always a separate
+            image, so that it is counted as broken.
+    """
 
-    @classmethod
-    def read_texts(cls, table: Table, template: str, joins: bool = True) -> CaptionedImages:
-        """Read the texts of a table.
-
-        Args:
-            table: The table.
-            template: Template of a row's text.
-            joins: Whether rows with the same path are one image with several texts. A broken row is always a separate
-                image, so that it is counted as broken.
-        """
-        images: dict[str | int, tuple[int, list[str] | BrokenSample]] = {}
+    def __init__(self, table: Table, template: str, joins: bool = True) -> None:
+        images: dict[str | int, _Image] = {}
         with closing(table.open()) as reader:
             for row in range(table.num_samples):
                 key: str | int = row
+                path = ""
                 try:
                     with breaks_sample(OSError):
                         values = reader.read_row(row)
+                        path = values[table.image]
                         if joins:
-                            key = os.path.abspath(table.find(values[table.image]))
+                            key = os.path.abspath(table.find(path))
                         text = " ".join(fill_template(template, values).split())
                 except BrokenSample as error:
-                    images.setdefault(key, (row, error))
-                    continue
-                first_row, known = images.get(key, (row, []))
-                known = [] if isinstance(known, BrokenSample) else known
-                images[key] = first_row, [*known, text]
-        rows, texts = map(list, zip(*images.values(), strict=True))
-        of_table = {each.name: getattr(table, each.name) for each in fields(table)}
-        return cls(**of_table, rows=rows, texts=texts)
+                    images.setdefault(key, _Image(row, path, error))
+                else:
+                    images.setdefault(key, _Image(row, path)).texts.append(text)
+        self._table = table
+        self._images = list(images.values())
+        self.sizes = [len(images)]
+        self.fingerprint = table.fingerprint
+        self.texts = {text for image in images.values() for text in image.texts}
+        """All distinct captions or labels."""
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """Return the image under the name of its column, and its texts, one per line, under "texts"."""
+        image = self._images[entry]
+        if image.error and not image.texts:
+            raise image.error
+        data = read_regular(self._table.find(image.path))
+        return {self._table.image: data, "texts": "\n".join(image.texts).encode()}
+
+    def name(self, shard: int, entry: int) -> str:
+        """Return `file/line number` of the image's first row, for messages."""
+        return f"{self._table.path.name}/line {self._table.lines[self._images[entry].row]}"
 
 
 def _find_rows(
@@ -243,8 +247,8 @@ def _find_rows(
     return starts, lines + 2, digest.hexdigest()[:16]
 
 
-class ImageFolder(Source):
-    """A folder with one sub-folder of images per class. A sub-folder is a shard. The source is also the Reader.
+class ImageFolder(DirectSource):
+    """A folder with one sub-folder of images per class. A sub-folder is a shard.
 
     The sub-folders are sorted by name, or numerically if all names are numbers. Their image files are sorted by name.
     A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder.
@@ -279,10 +283,6 @@ class ImageFolder(Source):
                 f"{', '.join(_SUFFIXES)} files"
             )
 
-    def open(self, num_slots: int = 1, window: int = 1) -> ImageFolder:
-        """Return the source itself, which keeps no file open."""
-        return self
-
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """Return the members of a sample.
 
@@ -295,9 +295,6 @@ class ImageFolder(Source):
     def name(self, shard: int, entry: int) -> str:
         """Return `class/file`."""
         return f"{self.folders[shard]}/{self.files[shard][entry]}"
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def sort_labels(labels: Collection[str]) -> list[str]:
