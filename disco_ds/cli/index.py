@@ -63,7 +63,6 @@ def run(options: Index) -> int:
             # A shard that was counted before is read only if its size or modification time has changed. With
             # --check, a remote shard is counted again unless its count is published. With --full, all are read.
             () if options.full or (options.check and is_remote) else known,
-            remote,
             skip_missing=options.missing == "skip",
             save=None if options.check else partial(write_manifest, path=unfinished),
             whole=options.full,

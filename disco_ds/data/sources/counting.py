@@ -58,7 +58,6 @@ def index_shards(
     workers: int = 0,
     progress: Callable[[int], object] | None = None,
     known: Iterable[Shard] = (),
-    remote: RemoteSettings | None = None,
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
     whole: bool = False,
@@ -73,7 +72,6 @@ def index_shards(
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
         known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
-        remote: How to fetch remote shards.
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
         whole: Ignore published counts, and read all bytes of a shard, to find out whether the disk can read them.
@@ -86,7 +84,6 @@ def index_shards(
             bucket cannot be listed.
     """
     listing = where if isinstance(where, Manifest) else list_folder(where)
-    remote = remote or RemoteSettings()
     before = {shard.name: shard for shard in known}
     counted: dict[str, Shard] = {}
     failed: dict[str, Exception] = {}
@@ -106,7 +103,7 @@ def index_shards(
 
     try:
         uncounted: dict[str, Version] = {}
-        for name, result in _find_counts(listing, remote, not whole, before):
+        for name, result in _find_counts(listing, not whole, before):
             if isinstance(result, Version):
                 uncounted[name] = result
             else:
@@ -115,7 +112,7 @@ def index_shards(
         tasks = [
             (name, uncounted[name], locations[name]) for name in listing.names if name in uncounted
         ]
-        count = partial(_count, remote, whole)
+        count = partial(_count, listing.remote, whole)
         context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
             results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
@@ -148,13 +145,12 @@ def index_shards(
 
 
 def _find_counts(
-    listing: Manifest, remote: RemoteSettings, published: bool, known: Mapping[str, Shard]
+    listing: Manifest, published: bool, known: Mapping[str, Shard]
 ) -> Iterator[tuple[str, Shard | Version | Exception]]:
     """Find the versions and the known or published sample counts of shards, without reading the shards.
 
     Args:
         listing: The shards.
-        remote: Number of attempts and timeout of each request.
         published: Whether to look for published counts. If False, only versions are found.
         known: Shards that were counted before. Their counts are used if their versions have not changed.
 
@@ -166,7 +162,7 @@ def _find_counts(
     Raises:
         ValueError: If a bucket cannot be listed.
     """
-    locations = listing.locate()
+    locations, remote = listing.locate(), listing.remote
     folders = {
         location.rpartition("/")[0] for location in locations.values() if _has_neighbors(location)
     }

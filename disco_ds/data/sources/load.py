@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,8 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
             raise ValueError(
                 f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"
             )
-        return replace(listing, remote=settings.remote)
-    return load_manifest(listing, part.manifest, settings.remote)
+        return listing
+    return load_manifest(listing, part.manifest)
 
 
 def _construct(name: str, options: dict[str, Any]) -> Source:

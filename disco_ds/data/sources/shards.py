@@ -147,7 +147,7 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
 
     Args:
         text: The setting, such as data.shards.
-        remote: Which remote shards are allowed, and how to list a bucket.
+        remote: Which remote shards are allowed, and how they are fetched.
         known: Names of the shards in a manifest, to which a remote pattern is applied. If None, the bucket is listed.
 
     Raises:
@@ -171,7 +171,7 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
             locations = sorted({path for pattern in locations for path in glob(_escape(pattern))})
         if not locations:
             raise ValueError(f"no shard matches {text}")
-    return _make_listing(locations, start)
+    return _make_listing(locations, start, remote)
 
 
 def list_folder(folder: Path) -> Manifest:
@@ -185,7 +185,7 @@ def list_folder(folder: Path) -> Manifest:
     paths = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".tar")]
     if not paths:
         raise ValueError(f"{folder} contains no .tar file; expected a folder of webdataset shards")
-    return replace(_make_listing(paths, f"{folder}/"), whole=True)
+    return replace(_make_listing(paths, f"{folder}/", RemoteSettings()), whole=True)
 
 
 def _read_list(path: Path, remote: RemoteSettings) -> Manifest:
@@ -206,7 +206,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Manifest:
         raise ValueError(f"{path} must list either local shards or URLs, one per line")
     start = os.path.commonprefix([_cut(location, location) for location in locations])  # noqa: RUF071 - cut after a slash below
     # Relative paths are relative to the file, so that it can be moved together with the shards.
-    return _make_listing(locations, start[: start.rfind("/") + 1], path.parent)
+    return _make_listing(locations, start[: start.rfind("/") + 1], remote, path.parent)
 
 
 def _find_start(text: str) -> str:
@@ -286,12 +286,15 @@ def _escape(pattern: str) -> str:
     return re.sub(r"[?[]", r"[\g<0>]", pattern)
 
 
-def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -> Manifest:
+def _make_listing(
+    locations: Collection[str], start: str, remote: RemoteSettings, base: Path = Path()
+) -> Manifest:
     """Return a listing of shards.
 
     Args:
         locations: Local paths, or URLs and commands. All of them begin with `start`.
         start: The part of each location before the name of the shard.
+        remote: How remote shards are fetched.
         base: Folder to which local paths are relative.
 
     Raises:
@@ -309,7 +312,7 @@ def _make_listing(locations: Collection[str], start: str, base: Path = Path()) -
         urls[name] = location
     shards = tuple(Shard(name, samples=0, bytes=0) for name in sorted(urls))
     if is_remote(location):
-        return Manifest(Path(), shards, tuple(urls[shard.name] for shard in shards))
+        return Manifest(Path(), shards, tuple(urls[shard.name] for shard in shards), remote)
     return Manifest(base / start, shards)
 
 
@@ -320,15 +323,11 @@ def resolve_shards(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def collect(
-    listing: Manifest, counted: Mapping[str, Shard], remote: RemoteSettings | None = None
-) -> Manifest:
+def collect(listing: Manifest, counted: Mapping[str, Shard]) -> Manifest:
     """Return the manifest of those shards of a listing that have been counted."""
-    names = [name for name in listing.names if name in counted]
-    locations = listing.locate()
-    urls = tuple(locations[name] for name in names if listing.urls)
-    shards = tuple(counted[name] for name in names)
-    return Manifest(listing.folder, shards, urls, remote or RemoteSettings())
+    locations = {name: each for name, each in listing.locate().items() if name in counted}
+    shards = tuple(counted[name] for name in locations)
+    return replace(listing, shards=shards, urls=tuple(locations.values()) if listing.urls else ())
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
@@ -356,9 +355,7 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(path.parent, shards, missing=tuple(tree.get("missing", ())))
 
 
-def load_manifest(
-    where: Path | Manifest, path: Path | None = None, remote: RemoteSettings | None = None
-) -> Manifest:
+def load_manifest(where: Path | Manifest, path: Path | None = None) -> Manifest:
     """Read the manifest entries of a folder or of the listed shards, and compare them with the shards.
 
     A shard that has changed since it was counted causes only a warning. If it was truncated, only the samples that were
@@ -367,7 +364,6 @@ def load_manifest(
     Args:
         where: The folder, or the shards that find_shards lists.
         path: Path of the manifest; None means manifest.json in the folder.
-        remote: How remote shards will be fetched.
 
     Raises:
         ValueError: If manifest and shards do not match. The message states the difference and the remedy.
@@ -388,7 +384,7 @@ def load_manifest(
     # Shards that did not exist when the manifest was written are left out.
     if uncounted := names - known.keys() - set(counted.missing):
         raise ValueError(f"{path} does not list {some(uncounted)}; {remedy}")
-    manifest = collect(listing, known, remote)
+    manifest = collect(listing, known)
     if not manifest.num_samples:
         raise ValueError(f"the shards of {path} contain no complete sample")
     if changed := find_changed(manifest):
