@@ -117,6 +117,7 @@ def fetch(
         DataError: If all attempts fail. The message contains the URL, without secrets, and the last failure.
     """
     limit_gb = settings.cache_gb or DEFAULT_CACHE_GB
+    most = size or limit_gb * 1e9  # content without a stated length could fill the disk
 
     def attempt() -> None:
         # Other processes may be waiting for this file. The new file time shows them that the download is still running.
@@ -133,14 +134,13 @@ def fetch(
                 progress.add()
                 target.write(block)
                 done += len(block)
-                # Content without a stated length could fill the disk.
-                if done > (size or limit_gb * 1e9):
+                if done > most:
                     break
         if size not in (None, done):
             raise StoreError(
                 f"{done:,} bytes arrived, but the manifest says {size:,}; if the shard was replaced, index it again"
             )
-        if size is None and done > limit_gb * 1e9:
+        if done > most:
             limit = f"the limit for a shard, data.remote.cache_gb ({limit_gb:g} GB)"
             raise StoreError(f"it is larger than {limit}", transient=False)
         file.truncate(done)

@@ -28,6 +28,7 @@ from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, read_regular
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import DirectSource, Source, digest
+from disco_ds.names import explain_errors
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
 
@@ -120,15 +121,12 @@ class Table(Source):
                 have the same name.
         """
         path = Path(shards).expanduser()
-        try:
-            with open(path, "rb") as file:
-                first_line = file.readline()
-                heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
-                separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
-                columns = next(csv.reader([heading], delimiter=separator), [])
-                starts, lines, fingerprint = _find_rows(file, separator, first_line)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+        with explain_errors(f"{path} cannot be read as a csv file"), open(path, "rb") as file:
+            first_line = file.readline()
+            heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
+            separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
+            columns = next(csv.reader([heading], delimiter=separator), [])
+            starts, lines, fingerprint = _find_rows(file, separator, first_line)
         if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
             raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
         image = next((key for key in settings.image_key.split(";") if key in columns), None)

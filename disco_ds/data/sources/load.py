@@ -30,7 +30,7 @@ from disco_ds.data.sources.shards import (
     read_manifest,
     some,
 )
-from disco_ds.names import load_custom, plural
+from disco_ds.names import explain_errors, load_custom, plural
 
 _DEFAULT_BYTES = 128e9
 """The default number of slots is so small that all slots together read at most this many bytes of remote shards at a
@@ -89,15 +89,11 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
 
 def _construct(name: str, options: dict[str, Any]) -> Source:
     cls = load_custom(name, options, base=Source)
-    try:
+    with explain_errors(f"{name} cannot be constructed"):
         source: Source = cls(**options)
         # Access both attributes here, so that an error is reported with the source's name before anything is built.
         if source.num_samples < 1 or not isinstance(source.fingerprint, str):
             raise ValueError("expected at least one sample in `sizes` and a str as `fingerprint`")
-    except Exception as error:  # custom code may raise anything
-        raise ValueError(
-            f"{name} cannot be constructed: {type(error).__name__}: {error}"
-        ) from error
     return source
 
 

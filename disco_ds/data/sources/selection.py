@@ -144,10 +144,8 @@ def load_stages(function: str) -> tuple[Stage, ...]:
             samples.
     """
     create = load_custom(function, {})
-    try:
+    with explain_errors(f"{function} failed"):
         stages = list(create())
-    except Exception as error:  # custom code may raise anything
-        raise ValueError(f"{function} failed: {type(error).__name__}: {error}") from error
     for stage in stages:
         # webdataset's stages keep their function in an attribute.
         name = getattr(getattr(stage, "f", stage), "__name__", "").lstrip("_")

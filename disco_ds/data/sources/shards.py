@@ -38,7 +38,7 @@ from disco_ds.data.sources.base import Shard, Source, digest
 from disco_ds.data.sources.cache import ShardCache
 from disco_ds.data.sources.fetching import BUCKETS, list_objects
 from disco_ds.data.sources.tar import TarReader
-from disco_ds.names import plural, shorten
+from disco_ds.names import explain_errors, plural, shorten
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
@@ -345,13 +345,9 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         ValueError: If the file is not a manifest.
     """
-    try:
+    with explain_errors(f"{path} is not a manifest (disco-ds index writes it)"):
         tree = json.loads(path.read_text(encoding="utf-8"))
         shards = tuple(Shard(**item) for item in tree["shards"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a manifest ({type(error).__name__}: {error}); write it with disco-ds index"
-        ) from None
     return Manifest(path.parent, shards, missing=tuple(tree.get("missing", ())))
 
 
