@@ -276,7 +276,7 @@ class FromOpenClip(Command):
 
 
 COMMANDS: dict[str, tuple[type[Command], str]] = {
-    "train": (Train, "disco_ds.cli.train:run"),
+    "train": (Train, "disco_ds.cli.commands:train"),
     "launch": (Launch, "disco_ds.launch.launcher:run"),
     "eval": (Eval, "disco_ds.cli.commands:evaluate"),
     "export": (Export, "disco_ds.cli.commands:export"),

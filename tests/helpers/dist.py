@@ -75,7 +75,7 @@ def start_server() -> None:
     """
     late = ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.tensorboard"]
     drawing = ["matplotlib.figure", "matplotlib.style", "matplotlib.backends.backend_agg"]
-    multiprocessing.set_forkserver_preload(["disco_ds.cli.train", *late, *drawing, "pytest"])
+    multiprocessing.set_forkserver_preload(["disco_ds.cli.commands", *late, *drawing, "pytest"])
     multiprocessing.forkserver.ensure_running()
 
 
