@@ -106,9 +106,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def shorten(value: object) -> str:
-    """Return a value as text for an error message. If the text is long, its middle is replaced by `...`."""
+def shorten(value: object, most: int = MAX_SHOWN) -> str:
+    """Return a value as text for an error message. If it has more than `most` characters, `...` replaces its middle."""
     text = str(value)
-    if len(text) <= MAX_SHOWN:
-        return text
-    return f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 4 :]}"
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"

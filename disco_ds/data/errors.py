@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from disco_ds.names import shorten
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BYTES = 2**31 - 4096
@@ -135,7 +137,7 @@ def refuse_broken(
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:
     """Shorten text to about `most` characters, and escape characters that cannot be printed or encoded in UTF-8."""
-    short = text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
+    short = shorten(text, most)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 

@@ -203,10 +203,10 @@ class TarReader:
         """
         try:
             index, file = self._index(shard), self._file(shard)
-            if entry >= len(index) and index.truncated is None:
-                # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
-                raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
+                if index.truncated is None:
+                    # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
+                    raise DroppedSample(f"the tar has only {len(index)} samples")
                 raise LostSample(
                     f"the shard is damaged after {len(index)} samples, and the rest is lost: {index.truncated}"
                 )
