@@ -102,25 +102,26 @@ def index_shards(
             saved_at = time.monotonic()
 
     try:
-        uncounted: dict[str, Version] = {}
+        uncounted: dict[str, Shard] = {}
         for name, result in _find_counts(listing, not whole, before):
-            if isinstance(result, Version):
+            if isinstance(result, Shard) and not result.samples:
                 uncounted[name] = result
             else:
                 record(name, result)
-        locations = listing.locate()
         tasks = [
-            (name, uncounted[name], locations[name]) for name in listing.names if name in uncounted
+            (uncounted[name], location)
+            for name, location in listing.locate().items()
+            if name in uncounted
         ]
         count = partial(_count, listing.remote, whole)
         context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
             results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
             try:
-                for (name, *_), (result, problem) in zip(tasks, results, strict=True):
+                for (shard, _), (result, problem) in zip(tasks, results, strict=True):
                     if problem:
-                        logger.warning("%s %s", name, problem)
-                    record(name, result)
+                        logger.warning("%s %s", shard.name, problem)
+                    record(shard.name, result)
             finally:
                 if pool:
                     # After an error in this process, such as a full disk, do not count the other shards.
@@ -146,7 +147,7 @@ def index_shards(
 
 def _find_counts(
     listing: Manifest, published: bool, known: Mapping[str, Shard]
-) -> Iterator[tuple[str, Shard | Version | Exception]]:
+) -> Iterator[tuple[str, Shard | Exception]]:
     """Find the versions and the known or published sample counts of shards, without reading the shards.
 
     Args:
@@ -155,7 +156,7 @@ def _find_counts(
         known: Shards that were counted before. Their counts are used if their versions have not changed.
 
     Yields:
-        The name of each shard, in any order, and what was found: the shard, only its version if its count is neither
+        The name of each shard, in any order, and what was found: the shard, with 0 samples if its count is neither
         known nor published, or the exception if its version cannot be read. The exception is FileNotFoundError if the
         shard does not exist.
 
@@ -176,21 +177,16 @@ def _find_counts(
         if published
     }
 
-    def find(name: str) -> tuple[str, Shard | Version | Exception]:
+    def find(name: str) -> tuple[str, Shard | Exception]:
         location = locations[name]
         try:
-            version = _find_version(location, listed, remote)
+            shard = Shard(name, 0, *_find_version(location, listed, remote))
         except (StoreError, OSError) as error:
             return name, error
         # A shard with 0 samples may have been missing, so it is counted again.
-        shard = known.get(name)
-        if (
-            shard
-            and shard.samples
-            and version.bytes in (0, shard.bytes)
-            and shard.tag in ("", version.tag)
-        ):
-            return name, shard._replace(tag=version.tag)
+        before = known.get(name, shard)
+        if before.samples and shard.bytes in (0, before.bytes) and before.tag in ("", shard.tag):
+            return name, before._replace(tag=shard.tag)
         samples = None
         if published and _has_neighbors(location):
             folder, _, base = location.rpartition("/")
@@ -199,9 +195,9 @@ def _find_counts(
                 stats = _read_json(f"{location.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
         # A sample has at least one member, and its header and data take at least 1,024 bytes.
-        if type(samples) is int and 0 <= samples <= version.bytes // 1024:
-            return name, Shard(name, samples, *version)
-        return name, version
+        if type(samples) is int and 0 <= samples <= shard.bytes // 1024:
+            return name, shard._replace(samples=samples)
+        return name, shard
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
@@ -258,22 +254,22 @@ def _read_json(
 
 
 def _count(
-    remote: RemoteSettings, whole: bool, task: tuple[str, Version, str]
+    remote: RemoteSettings, whole: bool, task: tuple[Shard, str]
 ) -> tuple[Shard | Exception, str | None]:
     """Read one shard and count its samples.
 
     Args:
         remote: How to fetch a remote shard.
         whole: Read all bytes of the shard, not only its headers.
-        task: The shard's name and version, and its path, URL or command.
+        task: The shard, and its path, URL or command.
 
     Returns:
         The counted shard, or the error if it cannot be read; and a problem to warn about, such as a truncated tar, or
         None.
     """
-    name, version, location = task
+    shard, location = task
     try:
-        with _open(name, version, location, remote) as file:
+        with _open(shard, location, remote) as file:
             while whole and file.read(_BLOCK):
                 pass
             index, size = TarIndex(file), os.fstat(file.fileno()).st_size
@@ -292,10 +288,10 @@ def _count(
                 problem += f"; counted {plural(len(index), 'sample')}"
     except (DataError, OSError) as error:
         return error, None
-    return Shard(name, len(index), size, version.tag), problem
+    return shard._replace(samples=len(index), bytes=size), problem
 
 
-def _open(name: str, version: Version, location: str, remote: RemoteSettings) -> Any:
+def _open(shard: Shard, location: str, remote: RemoteSettings) -> Any:
     """Open a shard for counting. A remote shard is fetched into the cache, or a command's into a temporary file.
 
     Raises:
@@ -305,9 +301,9 @@ def _open(name: str, version: Version, location: str, remote: RemoteSettings) ->
     if not is_remote(location):
         # Unbuffered: the scan skips from header to header, much further than a buffer would reach.
         return open(location, "rb", buffering=0)
-    if version.bytes:
-        return ShardCache([location], [Shard(name, 0, *version)], remote).open(0)
-    return fetch_temporary(location, name, remote)
+    if shard.bytes:
+        return ShardCache([location], [shard], remote).open(0)
+    return fetch_temporary(location, shard.name, remote)
 
 
 def compare(old: Iterable[Shard], new: Iterable[Shard], tags: bool) -> list[str]:
