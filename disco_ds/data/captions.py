@@ -68,14 +68,14 @@ def list_captions(weights: dict[str, float], members: Members) -> list[str]:
     captions: list[str] = []
     for template in weights:
         # Each choice of an item may lead to other choices: {a[*]|b[*]} uses an item of b only if that of a is blank.
-        items: tuple[int, ...] | None = ()
-        while items is not None:
-            filler = _Filler(0.0, items)
+        waiting: list[tuple[int, ...]] = [()]
+        while waiting:
+            filler = _Filler(0.0, waiting.pop())
             with suppress(*_UNFILLED):
                 text = filler.vformat(template, (), members).strip()
                 if text:
                     captions.append(text)
-            items = filler.find_next()
+            waiting += filler.others
     return captions
 
 
@@ -123,7 +123,8 @@ class _Filler(string.Formatter):
         self._uniform, self._given = uniform, given
         self._items: tuple[int, ...] = ()
         """The choices so far."""
-        self._lengths: tuple[int, ...] = ()
+        self.others: list[tuple[int, ...]] = []
+        """First choices that lead to other captions after this one, in reverse lexicographic order."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Members) -> tuple[str, str]:
         """Return the text of the first alternative whose value is not missing, null, NaN, infinite or blank.
@@ -139,24 +140,18 @@ class _Filler(string.Formatter):
                     return text, field_name
         return self._look_up(last, kwargs), field_name
 
-    def find_next(self) -> tuple[int, ...] | None:
-        """Return the choices after these in lexicographic order; None if these are the last ones."""
-        for k in reversed(range(len(self._items))):
-            if self._items[k] + 1 < self._lengths[k]:
-                return *self._items[:k], self._items[k] + 1
-        return None
-
     def _choose(self, values: list[Any]) -> Any:
         """Choose an item of a list that is not empty."""
-        scaled = self._uniform * len(values)
-        item = int(scaled)
         if len(self._items) < len(self._given):
             item = self._given[len(self._items)]
         else:
+            scaled = self._uniform * len(values)
+            item = int(scaled)
             # Whichever item was drawn, the fractional part is uniform in [0, 1), so the next choice is independent.
             self._uniform = scaled % 1
+            later = range(item + 1, len(values))
+            self.others += [(*self._items, other) for other in reversed(later)]
         self._items += (item,)
-        self._lengths += (len(values),)
         return values[item]
 
     def _look_up(self, name: str, members: Members) -> str:
