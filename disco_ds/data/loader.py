@@ -176,7 +176,7 @@ class Loader:
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
         workers = [
-            Worker(replace(spec, worker=number, num_workers=num_workers), settings.worker_timeout_s)
+            Worker(replace(spec, worker=number, num_workers=num_workers))
             for number in range(num_workers)
         ]
         self.worker_pids = [worker.pid for worker in workers]

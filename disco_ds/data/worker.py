@@ -281,13 +281,12 @@ class Worker:
 
     Args:
         spec: What the process reads and writes.
-        timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
     """
 
-    def __init__(self, spec: WorkerSpec, timeout_s: float) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         self._name = f"data worker {spec.worker} of {spec.num_workers}"
         self._sources = spec.sources
-        self._timeout_s = timeout_s
+        self._timeout_s = spec.settings.worker_timeout_s
         context = get_context("forkserver")
         # The fork server imports the tokenizer's module before it starts workers.
         context.set_forkserver_preload([__name__, spec.inputs.tokenize.__module__])
@@ -319,7 +318,7 @@ class Worker:
         """Wait for the worker's report on the next buffer.
 
         Raises:
-            DataError: If the worker failed, died, or reported neither a result nor progress for timeout_s.
+            DataError: If the worker failed, died, or reported neither a result nor progress for worker_timeout_s.
         """
         try:
             progressed = self._at[-1]
