@@ -253,8 +253,10 @@ class Loader:
             if self._error is None:
                 try:
                     start = time.perf_counter()
-                    delivery = self._feed.take()
-                    self._data.wait_s += time.perf_counter() - start
+                    try:
+                        delivery = self._feed.take()
+                    finally:
+                        self._data.wait_s += time.perf_counter() - start
                     batch = self._accept(delivery, is_last=left == 0)
                 except Exception as error:
                     step = self.position.steps + 1
