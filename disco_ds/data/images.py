@@ -180,28 +180,18 @@ def _evaluation_transform(spec: ImageSpec) -> Any:
     )
 
 
-def resize_random_crop(
-    image: Tensor,
-    spec: ImageSpec,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    uniform: Callable[[int], float],
-) -> Tensor:
-    """Take a random crop of an image and resize it to the model's size.
+def resize_crop(image: Tensor, spec: ImageSpec, box: tuple[int, int, int, int]) -> Tensor:
+    """Crop an image and resize the crop to the model's size.
 
     Args:
         image: [3, h, w] uint8, as decode_pixels returns it.
         spec: The model's size and interpolation.
-        scale: Range of the crop's area, as a fraction of the image's area.
-        ratio: Range of the crop's aspect ratio.
-        uniform: Function that returns the sample's random number in a column, in [0, 1) (counter_rng.keyed_float).
+        box: (left, top, width, height) of the crop.
 
     Returns:
         [3, H, W] uint8, stored as [H, W, 3].
-
-    Source: torchvision.transforms.RandomResizedCrop, but with random numbers that the caller passes.
     """
-    left, top, width, height = _crop_box(image.shape[2], image.shape[1], scale, ratio, uniform)
+    left, top, width, height = box
     crop = image[None, :, top : top + height, left : left + width]
     # torch has a fast path for this layout, in which images are decoded. Only a copy of the crop has it.
     crop = crop.contiguous(memory_format=torch.channels_last)
@@ -212,14 +202,27 @@ def resize_random_crop(
     )[0]
 
 
-def _crop_box(
+def draw_crop(
     width: int,
     height: int,
     scale: tuple[float, float],
     ratio: tuple[float, float],
     uniform: Callable[[int], float],
 ) -> tuple[int, int, int, int]:
-    """Return (left, top, width, height) of a random crop."""
+    """Draw a random crop.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        scale: Range of the crop's area, as a fraction of the image's area.
+        ratio: Range of the crop's aspect ratio.
+        uniform: Function that returns the sample's random number in a column, in [0, 1) (counter_rng.keyed_float).
+
+    Returns:
+        (left, top, width, height) of the crop.
+
+    Source: torchvision.transforms.RandomResizedCrop, but with random numbers that the caller passes.
+    """
     # As in torchvision: the area is drawn uniformly and the aspect ratio log-uniformly. If the box does not fit into
     # the image, both are drawn again.
     low, high = math.log(ratio[0]), math.log(ratio[1])

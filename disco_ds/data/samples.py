@@ -30,9 +30,10 @@ from disco_ds.data.images import (
     ImageSpec,
     decode_image,
     decode_pixels,
+    draw_crop,
     find_image,
+    resize_crop,
     resize_for_evaluation,
-    resize_random_crop,
 )
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import DirectSource, Source
@@ -144,8 +145,10 @@ def decode_crop(picture: Picture, settings: DataSettings, spec: ImageSpec, key: 
     if settings.crop_scale is None:
         return resize_for_evaluation(decode_image(picture, settings.max_pixels), spec)
     pixels = decode_pixels(picture, settings.max_pixels)
+    _, height, width = pixels.shape
     uniform = partial(keyed_float, key)
-    return resize_random_crop(pixels, spec, settings.crop_scale, settings.crop_ratio, uniform)
+    box = draw_crop(width, height, settings.crop_scale, settings.crop_ratio, uniform)
+    return resize_crop(pixels, spec, box)
 
 
 def _tokenize(tokenize: Tokenize, caption: str, length: int) -> Tensor:

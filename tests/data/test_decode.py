@@ -22,12 +22,12 @@ from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
 from disco_ds.data.captions import fill_template, pick_caption
 from disco_ds.data.errors import breaks_sample
 from disco_ds.data.images import (
-    _crop_box,
     decode_image,
     decode_pixels,
+    draw_crop,
     find_image,
+    resize_crop,
     resize_for_evaluation,
-    resize_random_crop,
 )
 from disco_ds.models.clip import register_config
 from helpers.shards import SPEC, bomb, encode, noise, settings, write_shards
@@ -87,15 +87,13 @@ def test_random_crop_resizes_its_box_as_pil(interpolation: Literal["bicubic", "b
         noise(90, 60),
         torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist().__getitem__,
     )
-    left, top, width, height = _crop_box(90, 60, (0.2, 0.6), (0.75, 4 / 3), numbers)
+    box = draw_crop(90, 60, (0.2, 0.6), (0.75, 4 / 3), numbers)
+    left, top, width, height = box
     expected = TF.resized_crop(
         image, top, left, height, width, [16, 24], InterpolationMode(interpolation)
     )
     pixels, spec = TF.pil_to_tensor(image), ImageSpec((16, 24), interpolation)
-    difference = (
-        resize_random_crop(pixels, spec, (0.2, 0.6), (0.75, 4 / 3), numbers)
-        - TF.pil_to_tensor(expected).int()
-    )
+    difference = resize_crop(pixels, spec, box) - TF.pil_to_tensor(expected).int()
     assert difference.abs().max() <= 1
     assert difference.abs().float().mean() < 0.1
 
@@ -105,9 +103,8 @@ def test_random_crop_does_not_depend_on_the_layout_of_the_image() -> None:
     for interpolation in ("bicubic", "bilinear"):
         for number in range(20):
             uniform = torch.rand(22, generator=torch.Generator().manual_seed(number)).tolist()
-            left, top, width, height = _crop_box(
-                90, 60, (0.2, 1.0), (0.75, 4 / 3), uniform.__getitem__
-            )
+            box = draw_crop(90, 60, (0.2, 1.0), (0.75, 4 / 3), uniform.__getitem__)
+            left, top, width, height = box
             crop = image[None, :, top : top + height, left : left + width]
             expected = F.interpolate(
                 crop, (16, 24), mode=interpolation, align_corners=False, antialias=True
@@ -115,9 +112,7 @@ def test_random_crop_does_not_depend_on_the_layout_of_the_image() -> None:
             interleaved = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
             spec = ImageSpec((16, 24), interpolation)
             for each in (image, interleaved):
-                found = resize_random_crop(
-                    each, spec, (0.2, 1.0), (0.75, 4 / 3), uniform.__getitem__
-                )
+                found = resize_crop(each, spec, box)
                 assert torch.equal(found, expected)
                 assert found.permute(1, 2, 0).is_contiguous()
 
@@ -136,7 +131,7 @@ def test_pixels_are_those_of_pil(kind: str, mode: str) -> None:
 
 def test_crop_boxes_follow_area_and_ratio() -> None:
     numbers = torch.rand(2000, 22, generator=torch.Generator().manual_seed(1)).tolist()
-    boxes = [_crop_box(300, 200, (0.3, 0.5), (0.75, 4 / 3), row.__getitem__) for row in numbers]
+    boxes = [draw_crop(300, 200, (0.3, 0.5), (0.75, 4 / 3), row.__getitem__) for row in numbers]
     areas = torch.tensor([w * h / 60_000 for _, _, w, h in boxes])
     ratios = torch.tensor([math.log(w / h) for _, _, w, h in boxes])
     assert 0.295 < areas.min() < 0.305
@@ -155,7 +150,7 @@ def test_crop_boxes_follow_area_and_ratio() -> None:
 def test_crop_of_a_shape_that_never_fits_is_the_centre(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), lambda column: 0.5) == box
+    assert draw_crop(*size, (0.9, 1.0), (0.75, 4 / 3), lambda column: 0.5) == box
 
 
 @pytest.mark.parametrize(
