@@ -40,13 +40,9 @@ def load_custom(
     if not re.fullmatch(CUSTOM_CODE, name):
         raise ValueError(f"{name!r} is not of the form package.module:name")
     module_name, attribute = name.split(":")
-    try:
+    remedy = "on every host, install its package, or add the folder that contains it to PYTHONPATH"
+    with explain_errors(f"{name} cannot be imported", remedy):
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; on every host, install its "
-            "package, or add the folder that contains it to PYTHONPATH"
-        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         hint = did_you_mean(attribute, vars(module))
@@ -69,8 +65,8 @@ def load_custom(
 
 
 @contextmanager
-def explain_errors(what: str) -> Iterator[None]:
-    """Raise any error in the `with` block as a ValueError with a message in one line: `what`, then the error.
+def explain_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise any error in the `with` block as a ValueError with a one-line message: `what`, the error and the remedy.
 
     It is for code of libraries and users, which may raise anything.
     """
@@ -78,7 +74,7 @@ def explain_errors(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
-        raise ValueError(f"{what}: {reason}") from error
+        raise ValueError(f"{what}: {reason}{'; ' if remedy else ''}{remedy}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

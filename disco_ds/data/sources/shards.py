@@ -345,7 +345,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         ValueError: If the file is not a manifest.
     """
-    with explain_errors(f"{path} is not a manifest (disco-ds index writes it)"):
+    with explain_errors(f"{path} is not a manifest", "write it with disco-ds index"):
         tree = json.loads(path.read_text(encoding="utf-8"))
         shards = tuple(Shard(**item) for item in tree["shards"])
     return Manifest(path.parent, shards, missing=tuple(tree.get("missing", ())))
