@@ -60,7 +60,7 @@ class _Inputs(NamedTuple):
     """A sample's members, and the teacher's inputs."""
 
     name: str
-    members: Members
+    members: dict[str, Any]
     images: Tensor
     """[views or views + 1, 3, H, W] uint8: a crop for each view, then the resized image if it is needed."""
     keys: list[int]
@@ -202,7 +202,7 @@ class Embedder:
                 images.append(resize_for_evaluation(image, spec.image))
             tokens = spec.tokenize([shorten_caption(text) for text in captions])
             fields = dict(json.loads(raw["json"])) if self.score and "json" in raw else None
-            return _Inputs(name, raw, torch.stack(images), keys, tokens, fields)
+            return _Inputs(name, {**raw}, torch.stack(images), keys, tokens, fields)
 
         threads = settings.workers or max(len(os.sched_getaffinity(0)) - 1, 1)
         positions = ((shard, entry) for shard in shards for entry in range(source.sizes[shard]))
@@ -211,13 +211,13 @@ class Embedder:
     def _embed_all(
         self, inputs: Iterator[_Inputs | BrokenSample], total: int
     ) -> Iterator[tuple[str, Members] | None]:
-        """Yield the name, the members and the new members of each sample, in order; None if the sample is left out."""
+        """Yield the name and all members of each sample, in order; None if the sample is left out."""
         num_read = 0
         broken: list[str] = []
         num = max(1, self.batch // max(self.views or 0, 1))
         with tqdm(total=total, unit=" samples", unit_scale=True) as bar:
             while items := list(islice(inputs, num)):
-                new = self._embed([item for item in items if isinstance(item, _Inputs)])
+                self._embed([item for item in items if isinstance(item, _Inputs)])
                 bar.update(len(items))
                 for item in items:
                     num_read += 1
@@ -227,13 +227,13 @@ class Embedder:
                         most = self.settings.max_broken
                         refuse_broken("samples are broken", broken, num_read, most)
                     if isinstance(item, _Inputs):
-                        yield item.name, {**item.members, **next(new)}
+                        yield item.name, item.members
                     else:
                         yield None
 
     @torch.no_grad()
-    def _embed(self, samples: Sequence[_Inputs]) -> Iterator[Members]:
-        """Yield the new members of each sample, which store the embeddings and the similarity.
+    def _embed(self, samples: Sequence[_Inputs]) -> None:
+        """Add the members that store the embeddings and the similarity to each sample.
 
         The image embeddings have the shape [views, width]; or [width] if `views` is 0. The caption embeddings have a
         row for each caption.
@@ -252,17 +252,16 @@ class Embedder:
             crops = self._encode(0, cropped).unflatten(0, (len(samples), views))
         captions = self._encode(1, texts).split([len(sample.tokens) for sample in samples])
         for k, sample in enumerate(samples):
-            members: dict[str, bytes] = {}
             if self.views is not None:
-                members |= {IMAGE: _pack(crops[k]), TEXT: _pack(captions[k])}
+                sample.members[IMAGE], sample.members[TEXT] = _pack(crops[k]), _pack(captions[k])
             if self.score:
                 score = round(F.cosine_similarity(whole[k], captions[k]).mean().item(), 4)
                 # data.filter reads the json member if there is one, otherwise the members themselves.
                 if sample.fields is None:
-                    members[SCORE] = str(score).encode()
+                    sample.members[SCORE] = str(score).encode()
                 else:
-                    members["json"] = json.dumps({**sample.fields, SCORE: score}).encode()
-            yield members
+                    fields = {**sample.fields, SCORE: score}
+                    sample.members["json"] = json.dumps(fields).encode()
 
     def _encode(self, side: int, rows: Tensor) -> Tensor:
         """Return the embeddings of images (side 0) or texts (side 1) on the CPU, in fp32."""
