@@ -76,15 +76,6 @@ class Entry(NamedTuple):
     """Position of the sample in the shard."""
 
 
-def estimate_open_shards(num_shards: int, num_samples: int, window: int) -> int:
-    """Estimate how many shards a slot reads at a time.
-
-    This is the window divided by the mean number of samples per shard, rounded up, plus one, because a window may start
-    in the middle of a shard.
-    """
-    return math.ceil(window * num_shards / num_samples) + 1
-
-
 def divide(num_samples: int) -> list[int]:
     """Divide samples that are not stored in shards into nominal shards.
 

@@ -8,20 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from disco_ds.config.data import DataSettings, SampleSettings, is_remote
-from disco_ds.data.order import (
-    IDS_PER_SHARD,
-    SLOTS,
-    Mixture,
-    WholeShards,
-    estimate_open_shards,
-    mix_sources,
-)
+from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.cache import DISK_SHARE, find_limit
 from disco_ds.data.sources.files import Table
-from disco_ds.data.sources.selection import Selection, count_uids
+from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.shards import (
     Manifest,
     find_shards,
@@ -102,7 +97,10 @@ def count_epoch(settings: DataSettings, sources: Sequence[Source]) -> int:
     counts = Counter[Path | None]()
     for part, source in zip(settings.per_source, sources, strict=True):
         counts[part.uids] += source.num_samples
-    return sum(num if uids is None else min(num, count_uids(uids)) for uids, num in counts.items())
+    return sum(
+        num if uids is None else min(num, len(np.load(uids, mmap_mode="r")))
+        for uids, num in counts.items()
+    )
 
 
 def count_slots(
@@ -188,10 +186,10 @@ def sum_bytes(
     """Sum the sizes of the remote shards that `num_slots` slots read, or also prefetch, at a time."""
     total = 0.0
     for source in sources:
-        # With data.index=none, the sizes are unknown.
-        if isinstance(source, Manifest) and source.urls and source.num_samples:
+        if isinstance(source, Manifest) and source.urls:
+            # With data.index=none, this is 0, because the sizes are unknown.
             whole = sum(shard.bytes for shard in source.shards)
-            num = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
+            num = source.estimate_open_shards(settings.window)
             if prefetch and settings.remote.prefetch_shards:
                 # One shard of a slot's next window is also in its current window.
                 num += max(settings.remote.prefetch_shards, num - 1)

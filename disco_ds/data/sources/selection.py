@@ -183,11 +183,6 @@ def read_uids(path: Path) -> np.ndarray:
     return uids
 
 
-def count_uids(path: Path) -> int:
-    """Return the number of uids in a file that read_uids can read."""
-    return len(np.load(path, mmap_mode="r"))
-
-
 def _contains(uids: np.ndarray, text: str | bytes) -> bool:
     """Return whether a uid of 32 hexadecimal digits is among the uids. The values of a csv file are bytes."""
     uid = divmod(int(text, 16), 2**64)

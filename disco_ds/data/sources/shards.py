@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,7 +34,6 @@ from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import VARIABLE, expand
 from disco_ds.config.text_file import read_text, write_text
-from disco_ds.data.order import estimate_open_shards
 from disco_ds.data.sources.base import Shard, Source, digest
 from disco_ds.data.sources.cache import ShardCache
 from disco_ds.data.sources.fetching import BUCKETS, list_objects
@@ -96,14 +96,21 @@ class Manifest(Source):
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
         """Open the shards for reading in one process. See Source.open."""
-        num_open = num_slots
-        # An uncounted shard is read whole, so a slot reads one shard at a time.
-        if self.num_samples:
-            num_open *= estimate_open_shards(len(self.shards), self.num_samples, window)
+        num_open = num_slots * self.estimate_open_shards(window)
         if not self.urls:
             return TarReader(self.folder, self.shards, num_open)
         cache = self._open_cache()
         return TarReader(cache.folder, self.shards, num_open, cache.open)
+
+    def estimate_open_shards(self, window: int) -> int:
+        """Estimate how many shards a slot reads at a time.
+
+        This is the window divided by the mean number of samples per shard, rounded up, plus one, because a window may
+        start in the middle of a shard. An uncounted shard is read whole, so it is the only one.
+        """
+        if not self.num_samples:
+            return 1
+        return math.ceil(window * len(self.shards) / self.num_samples) + 1
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, or None if the shards are local."""
