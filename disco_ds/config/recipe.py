@@ -471,15 +471,6 @@ class Config(Settings):
             )
         return self
 
-    @property
-    def num_steps(self) -> int:
-        """Length of the run in steps.
-
-        Raises:
-            ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
-        """
-        return self.find_end()[0]
-
     def find_end(self, step: int = 0, samples: int = 0) -> tuple[int, int]:
         """Return the number of steps and the number of samples after which the run ends.
 
