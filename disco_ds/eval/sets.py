@@ -191,7 +191,7 @@ def _open(
         if is_captioned and text == _SHARDS_CAPTION:
             text = _CSV_CAPTION
         data = data.model_copy(update={"captions": {text: 1.0}})
-        source = CaptionedImages(Table.load(path, data), text, joins=is_captioned)
+        source = CaptionedImages(Table(path, data), text, joins=is_captioned)
         texts = source.texts
         images = ImageSet(name, source, data, "{texts}")
     else:

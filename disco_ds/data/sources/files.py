@@ -15,7 +15,8 @@ import os
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -33,30 +34,53 @@ from disco_ds.names import explain_errors
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
 
 
-@dataclass(frozen=True, eq=False)
 class Table(Source):
-    """A csv file and the byte offsets of its rows. The source is also the Reader."""
+    """A csv file and the byte offsets of its rows. The source is also the Reader.
 
-    path: Path
-    separator: str
-    columns: list[str]
-    image: str
-    """The column of image paths."""
-    starts: np.ndarray
-    """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
-    lines: np.ndarray
-    """Line of the file at which each row begins, [n] int32. The first line of the file is line 1."""
-    fingerprint: str
-    """Digest of the whole file, because its rows are the samples."""
+    Args:
+        path: Path of the file.
+        settings: The settings that name columns.
 
-    @cached_property
-    def sizes(self) -> list[int]:
+    Raises:
+        ValueError: If the file is missing or empty, if it lacks a column that the settings name, or if two columns
+            have the same name.
+    """
+
+    def __init__(self, path: str, settings: DataSettings) -> None:
+        self.path = Path(path).expanduser()
+        with explain_errors(f"{path} cannot be read as a csv file"), open(self.path, "rb") as file:
+            first_line = file.readline()
+            heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
+            is_tsv = self.path.suffix == ".tsv"
+            self._separator = "\t" if is_tsv else max("\t,;", key=heading.count)
+            columns = next(csv.reader([heading], delimiter=self._separator), [])
+            starts, lines, fingerprint = _find_rows(file, self._separator, first_line)
+        if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
+            raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
+        image = next((key for key in settings.image_key.split(";") if key in columns), None)
+        templates = [*settings.captions, settings.group_by or ""]
+        wanted = {field for template in templates for field in list_fields(template)}
+        if image is None or not wanted <= set(columns):
+            missing = sorted(wanted - set(columns)) or [settings.image_key]
+            raise ValueError(
+                f"{path} has no column {', '.join(missing)}; its columns: {', '.join(columns)}. Name them in "
+                "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
+                "eval.label_key"
+            )
+        if not len(lines):
+            raise ValueError(f"{path} has no rows below its column names")
+        self._columns = columns
+        self.image = image
+        """The column of image paths."""
+        self._starts = starts
+        """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
+        self.lines = lines
+        """Line of the file at which each row begins, [n] int32. The first line of the file is line 1."""
+        self.sizes = divide(len(lines))
         """Number of rows in each nominal shard."""
-        return divide(len(self.starts) - 1)
-
-    @cached_property
-    def _first_rows(self) -> list[int]:
-        return [0, *accumulate(self.sizes)]
+        self._first_rows = [0, *accumulate(self.sizes)]
+        self.fingerprint = fingerprint
+        """Digest of the whole file, because its rows are the samples."""
 
     @cached_property
     def _file(self) -> BinaryIO:
@@ -64,7 +88,7 @@ class Table(Source):
 
     def open(self, num_slots: int = 1, window: int = 1) -> Self:
         """Return a copy, which opens the csv file. An open file could not be sent to a worker."""
-        return replace(self)
+        return copy(self)
 
     def close(self) -> None:
         """Close the csv file."""
@@ -85,17 +109,17 @@ class Table(Source):
 
     def read_row(self, row: int) -> dict[str, str]:
         """Return the values of a row by column. Raises the same exceptions as `read`."""
-        start, stop = self.starts[row : row + 2].tolist()
+        start, stop = self._starts[row : row + 2].tolist()
         text = os.pread(self._file.fileno(), stop - start, start).decode()
         lines = io.StringIO(text, newline="\n")
-        values = next(csv.reader(lines, delimiter=self.separator, strict=True), [])
+        values = next(csv.reader(lines, delimiter=self._separator, strict=True), [])
         # Spreadsheets may write empty values after the last column.
-        if any(values[len(self.columns) :]):
+        if any(values[len(self._columns) :]):
             raise BrokenSample(
-                f"the row has {len(values)} values, but there are {len(self.columns)} columns; quote the caption, as "
+                f"the row has {len(values)} values, but there are {len(self._columns)} columns; quote the caption, as "
                 'in "a dog, running", and double every quote inside it'
             )
-        named = dict(zip(self.columns, values, strict=False))
+        named = dict(zip(self._columns, values, strict=False))
         if not named.get(self.image, "").strip():
             raise BrokenSample(f"the row has no {self.image}")
         return named
@@ -111,37 +135,6 @@ class Table(Source):
     def name(self, shard: int, entry: int) -> str:
         """Return `file/line number`, for messages."""
         return f"{self.path.name}/line {self.lines[self._first_rows[shard] + entry]}"
-
-    @classmethod
-    def load(cls, shards: str, settings: DataSettings) -> Table:
-        """Load a csv file: find its columns, and where each of its rows begins.
-
-        Raises:
-            ValueError: If the file is missing or empty, if it lacks a column that the settings name, or if two columns
-                have the same name.
-        """
-        path = Path(shards).expanduser()
-        with explain_errors(f"{path} cannot be read as a csv file"), open(path, "rb") as file:
-            first_line = file.readline()
-            heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
-            separator = "\t" if path.suffix == ".tsv" else max("\t,;", key=heading.count)
-            columns = next(csv.reader([heading], delimiter=separator), [])
-            starts, lines, fingerprint = _find_rows(file, separator, first_line)
-        if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
-            raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
-        image = next((key for key in settings.image_key.split(";") if key in columns), None)
-        templates = [*settings.captions, settings.group_by or ""]
-        wanted = {field for template in templates for field in list_fields(template)}
-        if image is None or not wanted <= set(columns):
-            missing = sorted(wanted - set(columns)) or [settings.image_key]
-            raise ValueError(
-                f"{path} has no column {', '.join(missing)}; its columns: {', '.join(columns)}. Name them in "
-                "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
-                "eval.label_key"
-            )
-        if not len(lines):
-            raise ValueError(f"{path} has no rows below its column names")
-        return cls(path, separator, columns, image, starts, lines, fingerprint)
 
 
 @dataclass
@@ -208,7 +201,7 @@ class CaptionedImages(DirectSource):
 def _find_rows(
     file: BinaryIO, separator: str, heading: bytes
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return Table.starts, Table.lines and Table.fingerprint.
+    """Return the offsets and the lines of the rows, and the fingerprint, as Table keeps them.
 
     A quoted value may span lines. Empty lines are skipped.
 

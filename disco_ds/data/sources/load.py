@@ -61,7 +61,7 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
     if part.shards is None or part.source != "shards":
         return _construct(part.source, part.options)
     if is_table(part.shards):
-        return Table.load(part.shards, settings.settings_of(part))
+        return Table(part.shards, settings.settings_of(part))
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
         # The manifest lists the shards, so the bucket need not be listed when a run starts.
