@@ -111,7 +111,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
 
 def check_rows(table: Table, data: DataSettings) -> Line:
     """Check the rows of a csv file: whether the image exists and is not empty, and whether there is a caption."""
-    selection = Selection.load(data.model_copy(update={"transforms": None}))
+    selection = Selection(data.model_copy(update={"transforms": None}))
     rows = range(0, table.num_samples, math.ceil(table.num_samples / _NUM_ROWS))
     broken = []
     with closing(table.open()) as reader:
@@ -154,7 +154,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
         captions[:] = texts
         return spec.tokenize(texts)
 
-    prepare, selection = find_prepare(source), Selection.load(data)
+    prepare, selection = find_prepare(source), Selection(data)
     noting = replace(spec, tokenize=tokenize)
     padding = spec.tokenize([""])[0, -1]
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))

@@ -138,7 +138,7 @@ class Embedder:
         settings, manifest = self.settings, load_manifest(folder)
         ends = np.cumsum(manifest.sizes)
         # The filter chose what was scored. It may name a similarity that has been replaced since.
-        selection = Selection.load(settings.model_copy(update={"uids": None, "filter": {}}))
+        selection = Selection(settings.model_copy(update={"uids": None, "filter": {}}))
         with closing(manifest.open()) as reader:
             for index in ids:
                 shard = int(np.searchsorted(ends, index, side="right"))
@@ -185,7 +185,7 @@ class Embedder:
     ) -> Generator[_Inputs | BrokenSample, None, None]:
         """Yield the teacher's inputs for each sample of some shards, in order, as read_in_threads does."""
         settings, spec = self.settings, self.spec
-        selection = Selection.load(settings)
+        selection = Selection(settings)
         lock = threading.Lock()  # the functions in data.transforms may not be thread-safe
 
         def prepare(raw: Members, name: str) -> _Inputs:

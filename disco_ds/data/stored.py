@@ -305,7 +305,7 @@ def _measure(source: Source, settings: DataSettings, image: str) -> int:
     # A shard of data.index=none has the size 0. Its first sample is read.
     sizes = enumerate(source.sizes)
     entries = ((shard, entry) for shard, size in sizes for entry in range(size or 1))
-    selection = Selection.load(settings)
+    selection = Selection(settings)
     with closing(source.open(1, settings.window)) as reader:
         for shard, entry in islice(entries, _NUM_MEASURED):
             try:

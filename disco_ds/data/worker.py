@@ -104,7 +104,7 @@ class _OpenSource:
         self._inputs = spec.inputs
         self.settings = spec.settings.per_source[number]
         self._prepare = find_prepare(source)
-        self._selection = Selection.load(self.settings)
+        self._selection = Selection(self.settings)
         self.reader: Reader = source.open(len(spec.own_slots), self.settings.window)
 
     def read(self, shard: int, entry: int, key: SampleKey) -> Sample:

@@ -245,7 +245,7 @@ def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
 def read(source: Source, data: DataSettings) -> Iterator[str]:
     """Yield, for each sample, the hash of its pixels and tokens, or the report that it is broken."""
     spec = InputSpec(SPEC, tokenize, CONTEXT, VOCAB)
-    selection = Selection.load(data)
+    selection = Selection(data)
     entries = [(shard, entry) for shard, size in enumerate(source.sizes) for entry in range(size)]
     with closing(source.open(1, 1)) as reader:
         for index, (shard, entry) in enumerate(entries):

@@ -111,7 +111,7 @@ def test_epoch_has_as_many_samples_as_uids(folder: Path, tmp_path: Path) -> None
 
 
 def test_filter_on_a_field_that_no_sample_has_lists_the_fields(folder: Path) -> None:
-    selection = Selection(None, {"similarity": {"min": 0.3}}, ())
+    selection = Selection(settings(filter={"similarity": {"min": 0.3}}))
     members = add_fields(0, {})
     for _ in range(999):
         with pytest.raises(DroppedSample):
@@ -221,7 +221,7 @@ def test_rules_that_make_no_sense_are_refused(rules: Any) -> None:
 
 def test_uid_of_a_csv_is_bytes(folder: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "uids.npy", np.array([(0, 7)], dtype="u8,u8"))
-    selection = Selection.load(settings(folder, uids=tmp_path / "uids.npy"))
+    selection = Selection(settings(folder, uids=tmp_path / "uids.npy"))
     row = {"uid": b"%032x" % 7, "title": b"x"}
     assert selection.apply(row, lambda: "") == row
     with pytest.raises(DroppedSample):
@@ -236,10 +236,10 @@ def test_items_of_several_lists_are_drawn_independently() -> None:
 
 
 def test_stages_get_the_key_and_the_shard_and_must_not_split(folder: Path) -> None:
-    selection = Selection.load(settings(folder, transforms=f"{NAME}:keep_all"))
+    selection = Selection(settings(folder, transforms=f"{NAME}:keep_all"))
     found = selection.apply({"txt": b"x"}, lambda: "part/0.tar/folder/key")
     assert found == {"__key__": "folder/key", "__url__": "part/0.tar", "txt": b"x"}
-    selection = Selection.load(settings(folder, transforms=f"{NAME}:split"))
+    selection = Selection(settings(folder, transforms=f"{NAME}:split"))
     with pytest.raises(ValueError, match="one dictionary for each sample"):
         selection.apply({"txt": b"x"}, lambda: "0.tar/key")
 
@@ -271,13 +271,14 @@ def test_large_list_of_uids_must_be_sorted(tmp_path: Path) -> None:
         read_uids(tmp_path / "reversed.npy")
 
 
-def test_uid_or_field_that_is_missing_is_told_from_a_dropped_sample() -> None:
-    selection = Selection(np.array([(0, 1)], dtype="u8,u8"), {}, ())
+def test_uid_or_field_that_is_missing_is_told_from_a_dropped_sample(tmp_path: Path) -> None:
+    np.save(tmp_path / "uids.npy", np.array([(0, 1)], dtype="u8,u8"))
+    selection = Selection(settings(uids=tmp_path / "uids.npy"))
     with pytest.raises(DroppedSample):
         selection.apply({"json": json.dumps({"uid": uid(7)}).encode()}, str)
     with pytest.raises(KeyError):
         selection.apply({"json": b"{}"}, str)
-    rules = Selection(None, {"width": {"min": 10}}, ())
+    rules = Selection(settings(filter={"width": {"min": 10}}))
     for fields in ({}, {"width": None}, {"width": 9}, {"width": float("nan")}):
         with pytest.raises(DroppedSample):
             rules.apply({"json": json.dumps(fields).encode()}, str)

@@ -47,7 +47,7 @@ def load_sources(settings: DataSettings) -> list[Source]:
         try:
             sources.append(_load(part, settings))
             # Load the selection only to report errors in it before anything else is built. The workers load it again.
-            Selection.load(settings.settings_of(part))
+            Selection(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
             where = f"data.sources[{number}]" if settings.parts is settings.sources else key

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,34 +37,26 @@ _NUM_COMPARED = 10_000
 """Approximate number of evenly spaced uids that are compared to check that a large file is sorted."""
 
 
-@dataclass
 class Selection:
     """A source's rules for keeping, dropping and changing samples before captions and images are decoded.
 
+    If none of data.uids, data.filter and data.transforms is set, it keeps all samples.
+
     Args:
-        uids: Sorted uids of the samples to keep, [n] of the type (u8, u8); None keeps all.
-        rules: The rule for each field, see data.filter.
-        stages: The stages that the function in data.transforms returned.
+        settings: Settings of the source.
+
+    Raises:
+        ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the file or
+            the function.
     """
 
-    uids: np.ndarray | None
-    rules: Mapping[str, Mapping[str, Any]]
-    stages: tuple[Stage, ...]
-    _seen: set[str] = field(default_factory=set)
-    """Fields of the samples that have been read."""
-    _num_seen: int = 0
-
-    @classmethod
-    def load(cls, settings: DataSettings) -> Selection:
-        """Load the selection of a source. If none of data.uids, data.filter and data.transforms is set, it keeps all.
-
-        Raises:
-            ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the file
-                or the function.
-        """
-        uids = read_uids(settings.uids) if settings.uids else None
-        stages = load_stages(settings.transforms) if settings.transforms else ()
-        return cls(uids, settings.filter, stages)
+    def __init__(self, settings: DataSettings) -> None:
+        self._uids = read_uids(settings.uids) if settings.uids else None
+        self._rules = settings.filter
+        self._stages = load_stages(settings.transforms) if settings.transforms else ()
+        self._seen = set[str]()
+        """Fields of the samples that have been read."""
+        self._num_seen = 0
 
     def read(self, reader: Reader, shard: int, entry: int) -> Members:
         """Read a sample, and select and prepare it as `apply` does.
@@ -94,19 +85,19 @@ class Selection:
             DataError: If none of the first samples has a field that data.filter names.
             Exception: Any exception that a stage or a malformed member causes.
         """
-        if self.uids is not None or self.rules:
+        if self._uids is not None or self._rules:
             fields = json.loads(members["json"]) if "json" in members else members
-            if self.uids is not None and not _contains(self.uids, fields["uid"]):
+            if self._uids is not None and not _contains(self._uids, fields["uid"]):
                 raise DroppedSample("its uid is not in data.uids")
-            if self.rules and self._num_seen < _MANY:
+            if self._rules and self._num_seen < _MANY:
                 self._num_seen += 1
                 self._seen.update(fields)
                 if self._num_seen == _MANY:
                     self.check_fields()
-            for key, rule in self.rules.items():
+            for key, rule in self._rules.items():
                 if not _passes(fields.get(key), rule):
                     raise DroppedSample(f"its {key} does not pass data.filter")
-        return self._prepare(members, name()) if self.stages else members
+        return self._prepare(members, name()) if self._stages else members
 
     def check_fields(self) -> None:
         """Check that at least one of the first samples, if there were any, had each field of data.filter.
@@ -114,7 +105,7 @@ class Selection:
         Raises:
             DataError: If a field is missing.
         """
-        missing = sorted(self.rules.keys() - self._seen)
+        missing = sorted(self._rules.keys() - self._seen)
         if self._seen and missing:
             raise DataError(
                 f"data.filter: none of the first {self._num_seen:,} samples has the field {', '.join(missing)}; their "
@@ -124,7 +115,7 @@ class Selection:
     def _prepare(self, members: Members, name: str) -> Members:
         shard, _, key = name.rpartition(".tar/")
         samples: Iterable[dict[str, Any]] = [{"__key__": key, "__url__": f"{shard}.tar", **members}]
-        for stage in self.stages:
+        for stage in self._stages:
             samples = stage(iter(samples))
         kept = list(islice(samples, 2))
         if not kept:
