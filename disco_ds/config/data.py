@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -285,8 +284,8 @@ class DataSettings(SampleSettings):
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataSettings:
-        for number, part in enumerate(self.parts):
-            where = f"data.sources.{number}" if self.parts is self.sources else "data"
+        for number, part in enumerate(self.per_source):
+            where = "data" if part is self else f"data.sources.{number}"
             if part.source == "shards" and not part.shards:
                 raise ValueError(
                     f"{where}.shards is missing: set it to a folder of .tar shards, or set "
@@ -314,23 +313,20 @@ class DataSettings(SampleSettings):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
-    def parts(self) -> Sequence[SampleSettings]:
-        """Settings of each source. If data.sources is not set, there is exactly one source."""
-        return self.sources if self.source == "shards" and self.sources else (self,)
-
-    @property
     def per_source(self) -> list[DataSettings]:
-        """The data settings of each source (see settings_of)."""
-        return [self.settings_of(part) for part in self.parts]
+        """The settings of each source. What it sets, such as its captions, replaces that of `data`.
+
+        If data.sources is not set, these settings are those of the only source.
+        """
+        if self.source != "shards" or not self.sources:
+            return [self]
+        given = [
+            {key: value for key, value in source if key != "weight" and value is not None}
+            for source in self.sources
+        ]
+        return [self.model_copy(update=changes) for changes in given]
 
     @property
     def retry_s(self) -> float:
         """Number of seconds for which a failed read of a shard or csv is retried."""
         return self.worker_timeout_s / 5
-
-    def settings_of(self, part: SampleSettings) -> DataSettings:
-        """Return the data settings, in which what the source sets, such as its captions, replaces that of `data`."""
-        if part is self:
-            return self
-        keys = {"image_key", "captions", "uids", "filter", "transforms"}
-        return self.model_copy(update=part.model_dump(include=keys, exclude_none=True))

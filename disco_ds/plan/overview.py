@@ -126,7 +126,7 @@ def plan_run(
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
     sources: list[Source] = []
     # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
-    if all("://" not in str(part.shards) or part.manifest for part in config.data.parts):
+    if all("://" not in str(part.shards) or part.manifest for part in config.data.per_source):
         with suppress(ValueError, OSError):  # this machine may not have the data
             sources = load_sources(config.data)
     epoch_samples = assumed.data_samples or 0

@@ -342,7 +342,7 @@ def check_without_data(config: Config) -> None:
         read_architecture(each)
         find_weights(register_config(each.name), each)
     warn_of_random_tower(settings)
-    for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
+    for text in (*(part.shards for part in config.data.per_source), *config.eval.sets):
         if text is not None:
             refuse_remote(text, config.data.remote)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from disco_ds.config.data import DataSettings, SampleSettings, is_remote
+from disco_ds.config.data import DataSettings, is_remote
 from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
@@ -43,30 +43,31 @@ def load_sources(settings: DataSettings) -> list[Source]:
             data.shards.
     """
     sources: list[Source] = []
-    for number, part in enumerate(settings.parts):
+    for number, part in enumerate(settings.per_source):
         try:
-            sources.append(_load(part, settings))
+            sources.append(_load(part))
             # Load the selection only to report errors in it before anything else is built. The workers load it again.
-            Selection(settings.settings_of(part))
+            Selection(part)
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
-            where = f"data.sources[{number}]" if settings.parts is settings.sources else key
+            where = key if part is settings else f"data.sources[{number}]"
             raise ValueError(f"{where}: {error}") from None
     return sources
 
 
-def _load(part: SampleSettings, settings: DataSettings) -> Source:
-    if part.source == "synthetic":
+def _load(settings: DataSettings) -> Source:
+    shards, manifest = settings.shards, settings.manifest
+    if settings.source == "synthetic":
         return SyntheticSource(settings.num_samples)
-    if part.shards is None or part.source != "shards":
-        return _construct(part.source, part.options)
-    if is_table(part.shards):
-        return Table(part.shards, settings.settings_of(part))
+    if shards is None or settings.source != "shards":
+        return _construct(settings.source, settings.options)
+    if is_table(shards):
+        return Table(shards, settings)
     known = None
-    if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
+    if "*" in shards and is_remote(shards) and manifest and manifest.is_file():
         # The manifest lists the shards, so the bucket need not be listed when a run starts.
-        known = read_manifest(part.manifest).names
-    listing = find_shards(part.shards, settings.remote, known)
+        known = read_manifest(manifest).names
+    listing = find_shards(shards, settings.remote, known)
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
         missing = [
@@ -79,7 +80,7 @@ def _load(part: SampleSettings, settings: DataSettings) -> Source:
                 f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"
             )
         return listing
-    return load_manifest(listing, part.manifest)
+    return load_manifest(listing, manifest)
 
 
 def _construct(name: str, options: dict[str, Any]) -> Source:
