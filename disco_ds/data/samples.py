@@ -172,9 +172,8 @@ class SyntheticSource(DirectSource):
         """Return no members, because `generate` needs none."""
         return {}
 
-    def name(self, shard: int, entry: int) -> str:
-        """Return a name for messages."""
-        return self.label(shard, entry)
+    # Nothing can be read about a sample, so messages use its label.
+    name = Source.label
 
 
 def generate(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
