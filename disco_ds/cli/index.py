@@ -59,7 +59,7 @@ def run(options: Index) -> int:
         manifest = index_shards(
             listing,
             options.workers,
-            lambda done: bar.update(done - bar.n),
+            bar.update,
             # A shard that was counted before is read only if its size or modification time has changed. With
             # --check, a remote shard is counted again unless its count is published. With --full, all are read.
             () if options.full or (options.check and is_remote) else known,

@@ -309,7 +309,7 @@ def test_error_while_counting_does_not_wait_for_the_other_shards(tmp_path: Path)
     log = tmp_path / "log"
     command = f"pipe:echo >> {log}; cat {tmp_path}/raw/{{00000..00059}}.tar"
 
-    def fail(count: int) -> None:
+    def fail() -> None:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):

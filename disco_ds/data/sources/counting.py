@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 def index_shards(
     where: Path | Manifest,
     workers: int = 0,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] | None = None,
     known: Iterable[Shard] = (),
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
@@ -70,7 +70,7 @@ def index_shards(
     Args:
         where: The folder, or the shards that find_shards lists.
         workers: Number of processes that read shards; 0 reads in this process.
-        progress: Called with the number of shards done.
+        progress: Called after each shard.
         known: Shards of an earlier manifest. They are counted again only if they had 0 samples or have changed since.
         skip_missing: Leave missing shards out, and log their names.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
@@ -96,7 +96,7 @@ def index_shards(
         else:
             failed[name] = result
         if progress is not None:
-            progress(len(counted) + len(failed))
+            progress()
         if save is not None and time.monotonic() > saved_at + _SAVE_S:
             save(collect(listing, before | counted))
             saved_at = time.monotonic()
