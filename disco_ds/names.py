@@ -3,8 +3,6 @@
 This module imports only the standard library and is in the lowest layer, so every other module may import it.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

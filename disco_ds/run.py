@@ -3,8 +3,6 @@
 The functions do not parse arguments or exit the process; the command-line code does that.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

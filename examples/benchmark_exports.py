@@ -9,8 +9,6 @@ interruption, or to add models or data sets, run the script again. It also write
 for each model, and prints a table. The models are exports in open_clip's format, and their names must differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ check also replaces the CRC of the zip format, which torch does not check when i
 keep.py manages the folder that contains all checkpoints of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -8,8 +8,6 @@ timm's vision transformer. If the original and the converted model compute diffe
 model is refused. This check also catches architectures that the code below does not handle.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil

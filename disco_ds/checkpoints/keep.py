@@ -9,8 +9,6 @@ of a checkpoint.
                                           step again. It is never resumed, counted or removed
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Find the checkpoint from which a run resumes, and compare its settings. state.py loads its content."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -8,8 +8,6 @@ files are memory-mapped, so nothing else is read, and extra memory is needed for
 The code uses the file keys and the optimizer attributes of DeepSpeed 0.19.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 resume.py resumes training, and export.py writes exports.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

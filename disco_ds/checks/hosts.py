@@ -1,7 +1,5 @@
 """Check the hosts of a run: runs folder, GPUs, and whether all hosts have the same code and share that folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from os import W_OK, access

@@ -5,8 +5,6 @@ of the run. The optimizer is SGD, so the change of the weights reveals the gradi
 compares this gradient with the one that a single process computes in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

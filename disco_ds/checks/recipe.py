@@ -1,7 +1,5 @@
 """Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data's shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The result of a check, as a line of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 

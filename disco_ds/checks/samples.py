@@ -1,7 +1,5 @@
 """Check every row of a csv file, and a few hundred decoded samples of each source in the form that the model gets."""
 
-from __future__ import annotations
-
 import math
 import random
 import textwrap

@@ -3,8 +3,6 @@
 Each function imports what it needs, so that no command waits for the libraries of another one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

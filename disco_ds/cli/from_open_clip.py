@@ -4,8 +4,6 @@ open_clip's parser reads the flags. The table config/open_clip_flags.yaml transl
 counterpart becomes a comment.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

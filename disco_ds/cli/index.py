@@ -1,7 +1,5 @@
 """`disco-ds index`: count the samples of shards and write their manifest."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

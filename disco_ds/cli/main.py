@@ -1,7 +1,5 @@
 """The command line: `disco-ds COMMAND ...`, or `python -m disco_ds COMMAND ...`."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pkgutil import resolve_name

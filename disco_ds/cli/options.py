@@ -3,8 +3,6 @@
 Import-light: imports neither torch nor the modules of the commands, so that --help is fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import shlex

@@ -1,7 +1,5 @@
 """`disco-ds plan`: predict memory and times, and find faster settings or the largest global batch that fits."""
 
-from __future__ import annotations
-
 from disco_ds.cli.options import Plan as PlanOptions
 from disco_ds.config import load_config
 from disco_ds.models.gpus import find_gpu

@@ -6,8 +6,6 @@ ds_config.json.
 DeepSpeed is imported only to check a ds_config, because the names of the valid keys come from DeepSpeed.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Build the Config from a recipe and overrides, and report every mistake in them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 Duplicate keys are refused, because otherwise all values but one would be silently lost.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build the complete ds_config of a run from the DeepSpeed file and the recipe's settings."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

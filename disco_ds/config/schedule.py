@@ -1,7 +1,5 @@
 """The length of a run in steps and in samples. The global batch may change within the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from disco_ds.config.recipe import Config

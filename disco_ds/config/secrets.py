@@ -5,8 +5,6 @@ variable instead. In a URL such as `https://host/{0..9}.tar?token=$TOKEN`, the v
 fetched. In `pipe:curl -H "Authorization: Bearer $TOKEN" ...`, the shell that runs the command expands the variable.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

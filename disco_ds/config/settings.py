@@ -1,7 +1,5 @@
 """The base class of all groups of settings, and messages about invalid values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args

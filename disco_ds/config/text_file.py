@@ -1,7 +1,5 @@
 """Read small text files with clear error messages, and write them atomically."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -7,8 +7,6 @@ when the last process that maps it ends.
 
 # Symbols in shapes: m samples in a micro-batch; L tokens per text.
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -3,8 +3,6 @@
 The result of every function here depends only on the members, settings and random numbers that are passed to it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

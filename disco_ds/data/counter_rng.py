@@ -7,8 +7,6 @@ workers (for crops and captions) and by the augmentation on the device.
 
 # Symbols in shapes: m samples.
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -6,8 +6,6 @@ so a command that was interrupted and is run again writes only the shards that a
 This module gets the teacher as a module, because this package does not import models.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

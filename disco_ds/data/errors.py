@@ -5,8 +5,6 @@ Whether a sample is skipped must not depend on how much time or memory it takes,
 on every machine.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import re

@@ -10,8 +10,6 @@ read back to the host. Both passes of GradAccum (training/grad_accum.py) see the
 
 # Symbols in shapes: m images of H x W pixels.
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress

@@ -33,8 +33,6 @@ The choice depends only on the weights, the seed, s and k. Multiples of the gold
 random numbers, so all slots advance through a source at nearly the same rate.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

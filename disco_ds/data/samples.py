@@ -6,8 +6,6 @@ loop over this list.
 
 # Symbols in shapes: n captions of L tokens; H x W pixels; D is the width of an embedding.
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

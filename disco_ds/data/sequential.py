@@ -1,7 +1,5 @@
 """Sequential reading: every sample is read once, in the order of sample ids. For evaluation and `disco-ds embed`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

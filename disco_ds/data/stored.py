@@ -6,8 +6,6 @@ tensors, as in Apple's DataCompDR. In this file, a view is one augmentation of a
 
 # Symbols in shapes: m samples in a micro-batch; D is the width of an embedding; H x W pixels.
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ exception in the trainer's main thread at an arbitrary point, even between two c
 hangs or fails, only `Worker.receive` raises.
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import signal

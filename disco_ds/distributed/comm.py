@@ -7,8 +7,6 @@ gradients of the parameters over ranks, which removes the factor N.
 Every function also works on one rank and without a process group.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

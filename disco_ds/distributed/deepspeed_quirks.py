@@ -4,8 +4,6 @@ The docstring of each public patch states why the patch is needed, and for which
 written. When DeepSpeed is upgraded, check every function again.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

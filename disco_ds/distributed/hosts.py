@@ -4,8 +4,6 @@ On several hosts, a remote shell expands the launcher's arguments, and the recip
 file on each host. A rank whose settings or code differ would train a wrong model or make all other ranks hang.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ A collective times out if one rank reaches it much later than the others. Theref
 do the work themselves, but call a short collective every few seconds until every job is done.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ may be sent to any rank. A signal only sets a flag. An all_reduce in every step 
 flags, so that all ranks save or stop after the same step. A second Ctrl-C ends the process immediately.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """The model, the settings and the precision of `disco-ds eval`, which evaluates a run, an export or other weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

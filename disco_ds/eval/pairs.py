@@ -4,8 +4,6 @@ For retrieval, every rank compares its images with the texts of all ranks, and i
 a few rows at a time, so that the similarities need little memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Probes: the accuracy of simple classifiers that are trained on image features, without the text tower."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """Results of evaluations, and how they are recorded and printed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -13,8 +13,6 @@ The layout is detected from the folder or file:
 All sets are checked when a run starts, so that a mistake is reported before training and not after it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

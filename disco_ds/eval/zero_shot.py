@@ -1,7 +1,5 @@
 """Zero-shot classification: assign each image to the class with the nearest text."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

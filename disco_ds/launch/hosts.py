@@ -1,7 +1,5 @@
 """The hosts of a launch: read the hostfile, signal ranks, and wait for lost hosts."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

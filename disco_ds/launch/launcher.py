@@ -12,8 +12,6 @@ finished.json.
 This process does not import torch, and without a hostfile it does not import DeepSpeed either.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Pack a command line into one argument, so that it reaches every rank unchanged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -17,8 +17,6 @@ Parameters of the loss itself are not trained. docs/extending.md has an example.
 
 # b local batch, B global = N b, D width, N ranks
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ check_alike and warn_of_unusual, which find mistakes of such loops, also serve c
 
 # b local batch, B global = N b, D width, N ranks
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ computed from the row and column sums by other formulas. Source: FastCLIP (arXiv
 # g_i = mean of exp(h_ij / tau_i) over the B - 1 samples j other than i; u_i moving average of g_i;
 # A [2, b] tensor has the values of the row anchors, then those of the column anchors.
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal

@@ -7,8 +7,6 @@ never store it.
 # b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale; x_ij = s <row i, column j>; P softmax over a
 # row, Q softmax over a column
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

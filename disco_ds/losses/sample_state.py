@@ -7,8 +7,6 @@ and each rank stores 1/N of the samples. Only losses import this file.
 
 # b local batch, B global = N b, N ranks; [..., 2]: first the image side (image anchors), then the text side
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

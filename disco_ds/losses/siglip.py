@@ -3,8 +3,6 @@
 # b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias; y_ij = +1 if i = j (a positive pair),
 # otherwise -1
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -20,8 +20,6 @@ Rationale:
   because the features move closer together there in healthy runs too.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ step_metrics.py defines the content of a record. Reductions over ranks are colle
 writes, except that each rank writes the names of its broken samples to a file.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

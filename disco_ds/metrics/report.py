@@ -5,8 +5,6 @@ report` can also draw it for a run that was killed or is still running. matplotl
 a picture is drawn, so it does not slow down the start of training.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import math

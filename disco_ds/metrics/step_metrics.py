@@ -4,8 +4,6 @@ docs/logging.md shows how to add a metric. The phases are measured on logged ste
 each phase. Their measurements are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ module (two_towers.py). It is not wrapped, so the keys of its state_dict stay th
 optimizer and precision are in training/engine.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

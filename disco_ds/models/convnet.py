@@ -6,8 +6,6 @@ emoji learn far less in the same time: at most 19% top-1, where this tower reach
 statistics, so its gradient does not depend on how a batch is split.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from timm.models import register_model

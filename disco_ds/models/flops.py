@@ -1,7 +1,5 @@
 """Inputs for the MFU metric: floating-point operations per sample, and the peak rate of the devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

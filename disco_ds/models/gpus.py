@@ -1,7 +1,5 @@
 """Known GPUs: their memory as torch reports it, and their rates from the data sheets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

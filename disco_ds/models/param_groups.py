@@ -3,8 +3,6 @@
 This is the only place that decides which parameters get weight decay. training/engine.py builds the optimizer.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 checkpoints/weights.py reads the weights that a run of disco_ds has trained.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Data workers import this module, so it imports nothing but open_clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

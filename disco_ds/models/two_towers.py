@@ -5,8 +5,6 @@ attributes and methods of TwoTowers have the same names as in open_clip's models
 open_clip models alike. docs/extending.md has an example.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal

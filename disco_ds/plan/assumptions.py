@@ -3,8 +3,6 @@
 Import-light: the options of `disco-ds plan` include these fields.
 """
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict, Field
 
 

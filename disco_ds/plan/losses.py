@@ -6,8 +6,6 @@ listed in this module. A custom loss predicts its cost in a method `cost`.
 
 # b: samples per rank; N: number of ranks; B = N b; D: width of the features, which are fp32
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ DeepSpeed's memory is predicted for version 0.19.
 # b: samples per rank = K micro-batches x m samples; N: number of ranks; e: bytes per parameter;
 # P: number of trained parameters; F: number of frozen parameters
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan of a run: memory and time of a step, and the search for the fastest settings or the largest batch."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field

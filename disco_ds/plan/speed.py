@@ -13,8 +13,6 @@ Not counted: waiting for data, stragglers, latencies, the optimizer's computatio
 the loss's kernels and the compilation of the towers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Messages of rank 0 are printed, and written with timestamps to log.txt in the ru
 errors. A resumed run appends to the same file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

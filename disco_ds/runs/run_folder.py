@@ -3,8 +3,6 @@
 In a run, only rank 0 calls these functions, and the results are broadcast.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

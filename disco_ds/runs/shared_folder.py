@@ -1,7 +1,5 @@
 """Agree on the run folder: rank 0 makes or finds it, and every rank checks that it can see it and write to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

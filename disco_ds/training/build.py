@@ -3,8 +3,6 @@
 The training loop is in loop.py.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

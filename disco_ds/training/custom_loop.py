@@ -4,8 +4,6 @@ docs/custom_loop.md shows how to use it. The algorithm is in grad_accum.py. The 
 uses the same algorithm through step.py.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ No other file of this package calls deepspeed.initialize. The learning rate is c
 no schedule state is stored. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable

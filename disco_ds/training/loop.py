@@ -4,8 +4,6 @@ build.py builds the run, and step.py computes one step. run.py calls `train` and
 Python programs and for the command line.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import time

@@ -16,8 +16,6 @@ resumed with a different number of ranks or ZeRO stage restores it like every ot
 
 # W: a matrix [m, n]. U: the update of W, with the same shape.
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ The parts are in grad_accum.py (the features, the loss and its gradient) and eng
 contrastive_step (custom_loop.py) is the same algorithm without a run.
 """
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The teacher of a run, whose features are soft targets for the loss. docs/teachers.md shows its use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ The tool repeats the step for each combination of a loss and a number of ranks, 
   planned          the same memory, predicted for a CPU by the code behind `disco-ds plan` (disco_ds/plan/losses.py)
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

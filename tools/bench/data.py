@@ -14,8 +14,6 @@ The pipelines take turns, with new processes in each turn, and the results are m
 the sum for the trainer and its worker.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

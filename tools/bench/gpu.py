@@ -19,8 +19,6 @@ In the tables of losses, B is the global batch, b the batch of one rank, D the w
               is shown. It is measured only if one GPU computes the whole batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import shlex

@@ -6,8 +6,6 @@ mode. The measured steps do not normalize pixels, because open_clip does this be
 device. The measured steps of disco_ds do, because disco_ds normalizes pixels on the device.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Every loss is built for a constant logit scale, because memeff needs a constant 
 in fp32. Some losses are called with the features converted to another dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Start the ranks of a measurement on this machine: one process for each rank, on CPUs or GPUs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ long and decoding does not. Instead of computing, a step sleeps. The first steps
 start and the first shards arrive during these steps. The cache is too small for all shards of an epoch.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.server
 import io

@@ -4,8 +4,6 @@ A slice that crashes, hangs or loses its CUDA context does not affect the others
 file. A slice that has ended is not repeated, so the work can be interrupted at any time and resumed later.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -1,7 +1,5 @@
 """Measure how long calls take on this device, and how fast the device multiplies matrices."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

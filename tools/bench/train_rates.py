@@ -13,8 +13,6 @@ accuracies, because a run computes them only on logged steps. MFU counts each op
 (flops.py), and is relative to the GPU's 16-bit rate in the data sheet (gpus.py).
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -10,8 +10,6 @@ contains a single number of layers. A tokenizer from the Hugging Face hub is rep
 vocabulary by that tokenizer's. Otherwise the config is open_clip's.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -16,8 +16,6 @@ A block is the part of a tile that one program of a kernel computes at a time. T
   matrix    name of the matrix instruction
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -20,8 +20,6 @@ C is a configuration of a kernel, which consists of block sizes, numbers of warp
 The exit code is 1 if a check fails, if a slice crashes or takes too long, or if there is no GPU (without --rehearse).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

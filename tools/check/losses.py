@@ -5,8 +5,6 @@ Each loss is called as a trainer calls it. kernels.py runs these checks.
 
 # B batch, D width, s logit scale
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

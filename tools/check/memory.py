@@ -3,8 +3,6 @@
 python -m tools.check.memory vit_b_32_32k [micro_batch=16 ...]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ their own training loops. FOLDER is a checkout of DisCo-CLIP. Peers that are not
 missing because its kernels accept only GPU tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

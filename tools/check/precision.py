@@ -10,8 +10,6 @@ The tool runs on a CPU, but the errors of disco_fused are also valid for a GPU. 
 multiplications are rounded in the same way, and sums are in fp32. Only the order of the additions differs.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -6,8 +6,6 @@ run them on a CPU under Triton's interpreter.
 
 # n rows, m columns, D width of a tile
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

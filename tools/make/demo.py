@@ -4,8 +4,6 @@ The quickstart runs on up to 8 GPUs, or on two CPU ranks if there is no GPU. All
 terminal does not show the log lines of the launcher and of the libraries.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -8,8 +8,6 @@ package contains the shards. The tool needs resvg-py and, without --packages, np
     python -m tools.make.emoji [--packages DIR] [--out DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.metadata

@@ -5,8 +5,6 @@
 tests/docs/test_reference.py fails if the committed page differs from the output of this tool.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import textwrap

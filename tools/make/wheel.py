@@ -3,8 +3,6 @@
 All other packages are those of the Python that runs this tool, so nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ Parents that differ in their seeds give the results standard errors:
 Exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was stopped by a signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -12,8 +12,6 @@ Every rank constructs the source and sends it to its data workers, so the source
 sent to another process. docs/extending.md has an example. load.py builds the sources that a recipe names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -10,8 +10,6 @@ Alternatives considered: webdataset's cache (it names files by only the last par
 other processes are reading) and fsspec's cache (it has neither a size limit nor locks between processes).
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import math

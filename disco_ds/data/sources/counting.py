@@ -9,8 +9,6 @@ They may be wrong. When tar.py reads a shard, it warns if the number of samples 
 shards are saved every few seconds, so that a second call continues where the first stopped.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -9,8 +9,6 @@ Alternatives considered: obstore's retries (the worker would appear to hang duri
 ignores some failed commands and does not check the HTTP status).
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import random

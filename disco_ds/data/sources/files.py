@@ -6,8 +6,6 @@ working directory. The templates of data.captions name the other columns. Only t
 memory. For the data order, the rows are divided into nominal shards.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

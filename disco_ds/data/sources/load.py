@@ -1,7 +1,5 @@
 """The sources that a recipe names: loaded, checked, and put into one data order."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ not count as broken. Stages that join or reorder samples, such as webdataset's b
 they would change the data order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -14,8 +14,6 @@ table.csv                      a table whose rows contain an image path and capt
 find the same shards. With data.index=none, there is no manifest, and order.WholeShards defines the order.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -8,8 +8,6 @@ path up to the first dot of the file name. A repeated extension begins a new sam
 sample's entry is its index among the samples of the tar. Tars must be uncompressed. Nothing is decoded here.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -9,8 +9,6 @@ If maxima are not requested, the functions return None in their place.
 
 # n rows, m columns, D width of a tile
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

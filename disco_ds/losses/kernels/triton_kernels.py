@@ -11,8 +11,6 @@ results. In this package, only triton_tiles.py imports this file.
 # Triton interprets annotations of a kernel's arguments, so the kernels have no type annotations.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ The kernels are tested under Triton's interpreter against torch_tiles.py and flo
 
 # n rows, m columns, D width of a tile
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

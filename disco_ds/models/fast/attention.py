@@ -9,8 +9,6 @@ torch.compile does not trace into it, and compiles one graph for any number of t
 
 # B images of S tokens, or T packed tokens; H heads of width D, H * D = C.
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec

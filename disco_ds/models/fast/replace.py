@@ -5,8 +5,6 @@ checkpointing wraps the compiled blocks. Before it repeats the forward of a bloc
 the random number generators, as it does for eager blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, TypeVar
 

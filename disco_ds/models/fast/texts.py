@@ -9,8 +9,6 @@ padding, such as SigLIP's, are not changed.
 
 # m texts of L tokens with padding; T tokens without it; C is the width of the tower.
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ no atomics, so results are bitwise reproducible. Only attention.py imports this 
 # Triton interprets annotations of a kernel's arguments, so the kernels have no type annotations.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
