@@ -19,7 +19,6 @@ from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
 from helpers.dist import run_ranks
 
 B, WIDTH, D = 16, 12, 8
-SIZES = (1, 2)
 DROP_INS = [
     (ClipLoss, False, {}),
     (ClipLoss, False, {"loss": "disco", "local_loss": True, "gather_with_grad": True}),
@@ -75,7 +74,7 @@ def join_torch() -> tuple[int, int]:
 
 
 def train_all(through_ddp: bool) -> None:
-    n, N = join_torch()
+    n, N = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows = slice(n * B // N, (n + 1) * B // N)
     image, text = (x[rows] for x in batch())
     for cls, bias, options in DROP_INS:
@@ -102,12 +101,27 @@ def train_all(through_ddp: bool) -> None:
             torch.testing.assert_close(
                 parameter.grad, grads[name].float(), rtol=2e-5, atol=2e-6, msg=f"{cls} {name}"
             )
+
+
+def in_a_loop_of_torch() -> list[str]:
+    """Train with and without DDP on any number of ranks. On two, return the messages for wrong use."""
+    _, N = join_torch()
+    train_all(through_ddp=False)
+    said = []
+    if N == 2:
+        train_all(through_ddp=True)
+        said = mistakes()
     torch.distributed.destroy_process_group()
+    return said
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_gradient_is_of_the_full_batch_in_a_loop_of_torch(size: int) -> None:
-    run_ranks(train_all, size, False, joined=False)
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradient_is_of_the_full_batch_and_wrong_use_is_refused(size: int) -> None:
+    for n, said in enumerate(run_ranks(in_a_loop_of_torch, size, joined=False)):
+        shapes = (f"rank {n} has images [{16 - n}, 8]", f"rank {n} has images [16, {8 - n}]")
+        expected = ("world_size", *shapes, "(15, 8)") if size == 2 else ()
+        for text, words in zip(said, expected, strict=True):
+            assert words in text
 
 
 def test_pairs_of_the_same_group_are_ignored() -> None:
@@ -137,10 +151,6 @@ def test_pairs_of_the_same_group_are_ignored() -> None:
         torch.testing.assert_close(got, true)
 
 
-def test_gradient_is_of_the_full_batch_under_ddp() -> None:
-    run_ranks(train_all, 2, True, joined=False)
-
-
 def in_half_the_ranks() -> None:
     """Check two groups of a mesh that each have a separate batch, as in hybrid data-parallel runs."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -166,20 +176,16 @@ def test_group_of_a_mesh_is_a_batch_of_its_own() -> None:
     run_ranks(in_half_the_ranks, 4, joined=False)
 
 
-def without_a_group() -> None:
+def test_one_process_needs_no_group() -> None:
     for cls, bias, _ in DROP_INS:
         value = cls()(**Towers(bias)(*batch()))
         assert value.item() == pytest.approx(oracle(cls, bias)[0], rel=1e-5)
 
 
-def test_one_process_needs_no_group() -> None:
-    without_a_group()
-
-
 def mistakes() -> list[str]:
-    n, _ = join_torch()
+    n = torch.distributed.get_rank()
     model, (image, text) = Towers(False), batch()
-    said = []
+    said: list[str] = []
 
     def refuse(
         loss: ClipLoss,
@@ -197,15 +203,7 @@ def mistakes() -> list[str]:
     refuse(ClipLoss(), image=image[: B - n], text=text[: B - n])
     refuse(ClipLoss(), image=image[:, : D - n], text=text[:, : D - n])
     refuse(ClipLoss(), image=image[: B - 1])
-    torch.distributed.destroy_process_group()
     return said
-
-
-def test_wrong_use_is_refused_on_every_rank() -> None:
-    for n, said in enumerate(run_ranks(mistakes, 2, joined=False)):
-        shapes = (f"rank {n} has images [{16 - n}, 8]", f"rank {n} has images [16, {8 - n}]")
-        for text, words in zip(said, ("world_size", *shapes, "(15, 8)"), strict=True):
-            assert words in text
 
 
 def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
