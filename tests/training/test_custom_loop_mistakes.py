@@ -98,10 +98,6 @@ def mistakes_of_engines() -> None:
     engine.destroy()
 
 
-def test_engine_that_would_apply_another_gradient_is_refused() -> None:
-    run_ranks(mistakes_of_engines, 2)
-
-
 class Counting(nn.Module):
     """A model with a BatchNorm if `norm`, otherwise with random numbers that do not come from torch's generators."""
 
@@ -115,12 +111,8 @@ class Counting(nn.Module):
         return F.normalize(out, dim=-1)
 
 
-def reject_a_batch() -> int:
-    """Take a step that is applied, and a step that is refused because its gradient is not finite.
-
-    Returns:
-        The number of forward passes that BatchNorm has counted on this rank.
-    """
+def reject_a_batch() -> None:
+    """Take a step that is applied, and check that a step whose gradient is not finite leaves BatchNorm alone."""
     model = Counting(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = ds_config(0, "fp32", 1)
@@ -131,12 +123,8 @@ def reject_a_batch() -> int:
     with pytest.raises(FloatingPointError):
         contrastive_step(engine, loss, spoilt, forward, scale=SCALE)
     assert all(buffer.isfinite().all() for buffer in model.buffers())
-    return int(model.norm.num_batches_tracked)  # type: ignore[union-attr]
-
-
-def test_rejected_batch_leaves_batch_statistics_alone() -> None:
-    # [rank 0, rank 1]: each has counted two forward passes, image and text of the applied step.
-    assert run_ranks(reject_a_batch, 2) == [2, 2]
+    # Only the two forward passes of the applied step, image and text, are counted.
+    assert model.norm.num_batches_tracked == 2  # type: ignore[union-attr]
 
 
 def mistakes_of_forwards() -> None:
@@ -206,10 +194,6 @@ def mistakes_of_forwards() -> None:
         lambda: contrastive_step(static, loss, batch, forward, micro_batches=2, scale=1.0)
     )
     contrastive_step(static, loss, batch, forward, scale=SCALE)
-
-
-def test_forward_that_is_another_the_second_time_and_ranks_that_differ_are_refused() -> None:
-    run_ranks(mistakes_of_forwards, 2)
 
 
 class Residual(nn.Module):
@@ -304,8 +288,14 @@ def unaveraged() -> None:
         assert not warned(sharded, forward_of("image-text", sharded, torch.float32), K)
 
 
-def test_what_is_not_averaged_over_ranks_is_warned_of() -> None:
-    run_ranks(unaveraged, 2)
+def mistakes() -> None:
+    mistakes_of_engines()
+    mistakes_of_forwards()
+    unaveraged()
+
+
+def test_mistakes_are_refused_or_warned_of_on_every_rank() -> None:
+    run_ranks(mistakes, 2)
 
 
 def clipped_and_scaled() -> None:
@@ -333,31 +323,8 @@ def clipped_and_scaled() -> None:
     assert distance(ends[1], ends[0]) < 1e-5
 
 
-def test_scaler_and_clipping_of_torch() -> None:
-    run_ranks(clipped_and_scaled, 2)
-
-
-def with_memory() -> None:
-    """Check that contrastive_step commits the state of a loss that keeps state per sample."""
-    model, loss = make("text-text"), build_loss("fastclip_v1")
-    loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
-    index = torch.arange(PER_RANK) + comm.rank() * PER_RANK
-    forward = forward_of("text-text", model, torch.float32)
-    before = loss.state_dict()
-    for _ in range(2):
-        contrastive_step(model, loss, my_batch(), forward, micro_batches=2, scale=10.0, index=index)
-    after = loss.state_dict()
-    assert any(
-        not torch.equal(torch.as_tensor(after[key]), torch.as_tensor(before[key])) for key in before
-    )
-
-
-def test_loss_with_state_gets_its_samples() -> None:
-    run_ranks(with_memory, 2)
-
-
 def skipped_by_a_scaler() -> None:
-    """Check that a loss commits no state if GradScaler skips the update, because one rank's gradient overflows."""
+    """Check that a loss commits its state, except if GradScaler skips the update, as one rank's gradient overflows."""
     model, loss = make("text-text"), build_loss("fastclip_v1")
     wrapped = DistributedDataParallel(model)
     loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
@@ -391,10 +358,6 @@ def skipped_by_a_scaler() -> None:
         assert (updated, str(loss.state_dict()) != before) == (changes, changes)
 
 
-def test_state_of_a_loss_stays_where_a_scaler_skips_the_update() -> None:
-    run_ranks(skipped_by_a_scaler, 2)
-
-
 def remembers_nothing() -> None:
     """Check that three equal steps at ZeRO 2 have equal gradients.
 
@@ -416,5 +379,12 @@ def remembers_nothing() -> None:
     assert distance(seen[2], seen[0]) < 1e-6
 
 
-def test_no_micro_batch_of_an_earlier_step_is_in_the_gradient() -> None:
-    run_ranks(remembers_nothing, 2)
+def steps_in_turn() -> None:
+    reject_a_batch()
+    clipped_and_scaled()
+    skipped_by_a_scaler()
+    remembers_nothing()
+
+
+def test_steps_in_turn_leave_only_what_they_should() -> None:
+    run_ranks(steps_in_turn, 2)
