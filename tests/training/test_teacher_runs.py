@@ -67,7 +67,8 @@ def run_steps(path: Path, overrides: list[str], resume: str | None = None) -> Ru
     return run
 
 
-def resume_and_refuse(path: Path, other: str) -> None:
+def resume_and_refuse(path: Path, change: str) -> list[dict[str, Any]]:
+    """Check that a resumed run equals an uninterrupted one. Return its metrics."""
     whole = run_steps(path, ["name=whole"])
     run_steps(path, ["name=part", "stages=[]", "steps=4"])
     folder = path.parent / "runs" / "part" / CHECKPOINTS
@@ -78,21 +79,37 @@ def resume_and_refuse(path: Path, other: str) -> None:
     comm.barrier()
     if comm.rank() == 0:
         equal_checkpoints(*(run.folder / CHECKPOINTS / "step-00000004" for run in (whole, resumed)))
-        last = records(whole.folder)[-1]
-        assert last["loss"] == pytest.approx(
-            0.6 * last["pair_loss"] + 0.4 * last["teacher_loss"], rel=1e-5
-        )
-        assert 0 < last["teacher_kl"] < last["teacher_loss"]
-        assert 0 <= last["teacher_agreement"] <= 1
     comm.barrier()
-    config = load_config(path, ["name=part", f"teacher.pretrained={other}"])
-    expect(refused(config, str(folder / "step-00000002")), "teacher.weights")
+    name, _, _ = change.partition("=")
+    config = load_config(path, ["name=part", change])
+    said = refused(config, str(folder / "step-00000002"))
+    expect(said, name.replace("pretrained", "weights"))
+    return records(whole.folder)
 
 
-def test_run_resumes_to_the_bit_and_refuses_another_teacher(tmp_path: Path) -> None:
-    other = write_teacher(tmp_path, seed=1)["pretrained"]
-    path = recipe(tmp_path, teacher=write_teacher(tmp_path))
-    run_ranks(resume_and_refuse, 2, path, other)
+def resume_both(model: Path, other: str, stored: Path) -> None:
+    last = resume_and_refuse(model, f"teacher.pretrained={other}")[-1]
+    assert last["loss"] == pytest.approx(
+        0.6 * last["pair_loss"] + 0.4 * last["teacher_loss"], rel=1e-5
+    )
+    assert 0 < last["teacher_kl"] < last["teacher_loss"]
+    assert 0 <= last["teacher_agreement"] <= 1
+    resume_and_refuse(stored, "teacher.scale=[20,6]")
+
+
+def write_both(folder: Path, context: int = 12) -> list[Path]:
+    """Write a recipe with a teacher model, and one with stored embeddings of two teachers."""
+    changes = {"teacher": write_teacher(folder, context)}, write_stored(folder / "shards")
+    paths = []
+    for name, given in zip(("model", "stored"), changes, strict=True):
+        (folder / name).mkdir()
+        paths.append(recipe(folder / name, **given))
+    return paths
+
+
+def test_runs_resume_to_the_bit_and_refuse_another_teacher(tmp_path: Path) -> None:
+    model, stored = write_both(tmp_path)
+    run_ranks(resume_both, 2, model, write_teacher(tmp_path, seed=1)["pretrained"], stored)
 
 
 def first_update(path: Path, name: str, overrides: list[str]) -> dict[str, torch.Tensor]:
@@ -117,19 +134,29 @@ def test_update_is_that_of_one_process_that_computes_the_formula(
     tmp_path: Path, context: int
 ) -> None:
     """A context length of 7 differs from the student's, so the teacher needs separate tokens."""
-    path = recipe(tmp_path, teacher=write_teacher(tmp_path, context))
-    run_ranks(formula, 1, path, tmp_path / "formula.pt")
-    for error in run_ranks(accumulated, 2, path, tmp_path / "formula.pt"):
-        assert error < 2e-5
+    paths = write_both(tmp_path, context)
+    run_ranks(formulas, 1, *paths)
+    for errors in run_ranks(accumulated, 2, paths):
+        assert max(errors) < 2e-5, errors
 
 
-def accumulated(path: Path, formula: Path) -> float:
-    update = first_update(path, "accumulated", [*SGD, "micro_batch=4"])
-    return distance(update, torch.load(formula))
+def accumulated(paths: list[Path]) -> list[float]:
+    return [
+        distance(
+            first_update(path, "accumulated", [*SGD, "micro_batch=4"]),
+            torch.load(path.with_name("formula.pt")),
+        )
+        for path in paths
+    ]
 
 
-def formula(path: Path, to: Path) -> None:
-    """Compute the expected update by the formula of the loss, in float64, on the whole batch. Save it."""
+def formulas(model: Path, stored: Path) -> None:
+    """Compute the expected updates by the formula of the loss, in float64, on the whole batch. Save them."""
+    formula(model)
+    stored_formula(stored)
+
+
+def formula(path: Path) -> None:
     with ExitStack() as stack:
         run = start(path, ["name=formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
@@ -146,22 +173,25 @@ def formula(path: Path, to: Path) -> None:
         y = (scale * image @ text.T).double()
         image, text, scale, _ = student(batch["image"], batch["text"])
         x = (scale * image @ text.T).double()
-        sides = [x.log_softmax(1), x.T.log_softmax(1)]
-        pairs = -sum(side.diagonal().mean() for side in sides) / 2
-        taught = (
-            -sum(
-                (target.softmax(1) * side).sum(1).mean()
-                for target, side in zip((y, y.T), sides, strict=True)
-            )
-            / 2
-        )
-        parameters = dict(student.named_parameters())
-        gradients = torch.autograd.grad(0.6 * pairs + 0.4 * taught, list(parameters.values()))
-        norm = torch.nn.utils.get_total_norm(gradients)
-        clip = run.config.optim.clip_norm
-        factor = min(1.0, clip / norm.item()) if clip else 1.0
+        save_update(path, run, student, x, [y.softmax(1), y.T.softmax(1)])
+
+
+def save_update(
+    path: Path, run: Run, student: torch.nn.Module, x: torch.Tensor, targets: list[torch.Tensor]
+) -> None:
+    """Save the update of SGD for logits `x` and the targets of both directions, next to the recipe."""
+    sides = [x.log_softmax(1), x.T.log_softmax(1)]
+    pairs = -sum(side.diagonal().mean() for side in sides) / 2
+    taught = -sum((t * s).sum(1).mean() for t, s in zip(targets, sides, strict=True)) / 2
+    parameters = dict(student.named_parameters())
+    gradients = torch.autograd.grad(0.6 * pairs + 0.4 * taught, list(parameters.values()))
+    norm = torch.nn.utils.get_total_norm(gradients)
+    clip = run.config.optim.clip_norm
+    factor = min(1.0, clip / norm.item()) if clip else 1.0
     update = zip(parameters, gradients, strict=True)
-    torch.save({name: -factor * gradient for name, gradient in update}, to)
+    torch.save(
+        {name: -factor * gradient for name, gradient in update}, path.with_name("formula.pt")
+    )
 
 
 def write_stored(folder: Path) -> dict[str, Any]:
@@ -198,8 +228,7 @@ def write_stored(folder: Path) -> dict[str, Any]:
     return {"teacher": teacher, "data": data | {"captions": captions, "augment": augment}}
 
 
-def stored_formula(path: Path, to: Path) -> None:
-    """Compute the expected update by the formula of the loss, in float64, on the stored embeddings. Save it."""
+def stored_formula(path: Path) -> None:
     with ExitStack() as stack:
         run = start(path, ["name=stored-formula", "steps=1", "micro_batch=16", *SGD], stack)
         run.loader.start_step()
@@ -218,46 +247,10 @@ def stored_formula(path: Path, to: Path) -> None:
             targets.append(sum(found) / 2)
         student = run.engine.module.double()
         image, text, scale, _ = student(image.double(), text.text)
-        x = (scale * image @ text.T).double()
-        sides = [x.log_softmax(1), x.T.log_softmax(1)]
-        pairs = -sum(side.diagonal().mean() for side in sides) / 2
-        taught = -sum((t * s).sum(1).mean() for t, s in zip(targets, sides, strict=True)) / 2
-        parameters = dict(student.named_parameters())
-        gradients = torch.autograd.grad(0.6 * pairs + 0.4 * taught, list(parameters.values()))
-        norm = torch.nn.utils.get_total_norm(gradients)
-        clip = run.config.optim.clip_norm
-        factor = min(1.0, clip / norm.item()) if clip else 1.0
-    update = zip(parameters, gradients, strict=True)
-    torch.save({name: -factor * gradient for name, gradient in update}, to)
+        save_update(path, run, student, (scale * image @ text.T).double(), targets)
 
 
-def test_stored_embeddings_of_two_teachers_give_the_update_of_the_formula(tmp_path: Path) -> None:
-    path = recipe(tmp_path, **write_stored(tmp_path / "shards"))
-    run_ranks(stored_formula, 1, path, tmp_path / "formula.pt")
-    for error in run_ranks(accumulated, 2, path, tmp_path / "formula.pt"):
-        assert error < 2e-5
-
-
-def resume_stored(path: Path) -> None:
-    whole = run_steps(path, ["name=whole"])
-    run_steps(path, ["name=part", "stages=[]", "steps=4"])
-    folder = path.parent / "runs" / "part" / CHECKPOINTS
-    with ExitStack() as stack:
-        resumed = start(path, ["name=part"], stack, str(folder / "step-00000002"))
-        train(resumed)
-    comm.barrier()
-    if comm.rank() == 0:
-        equal_checkpoints(*(run.folder / CHECKPOINTS / "step-00000004" for run in (whole, resumed)))
-    config = load_config(path, ["name=part", "teacher.scale=[20,6]"])
-    expect(refused(config, str(folder / "step-00000002")), "teacher.scale")
-
-
-def test_run_with_stored_embeddings_resumes_to_the_bit(tmp_path: Path) -> None:
-    path = recipe(tmp_path, **write_stored(tmp_path / "shards"))
-    run_ranks(resume_stored, 2, path)
-
-
-@pytest.mark.slow  # fast representatives: the two tests of runs that resume to the bit
+@pytest.mark.slow  # fast representative: test_runs_resume_to_the_bit_and_refuse_another_teacher
 @pytest.mark.parametrize("kind", ["stored", "model"])
 def test_killed_run_with_a_teacher_resumes_to_the_bit(tmp_path: Path, kind: str) -> None:
     """The run has dropout, two micro-batches on each of two ranks, and a checkpoint in the middle of an epoch."""
