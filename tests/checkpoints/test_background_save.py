@@ -42,7 +42,7 @@ from disco_ds.training.loop import train
 from helpers.checkpoints import SHAPE, finish, flip, identify
 from helpers.dist import run_ranks
 from helpers.faults import At, failure, poisoned, start
-from helpers.launched import CASES, SAME, equal_checkpoints, records
+from helpers.launched import CASES, SAME, equal_checkpoints, records, same_as_uninterrupted
 from helpers.tiny_run import expect, recipe
 
 
@@ -150,10 +150,6 @@ def all_stages(path: Path) -> None:
             both_ways(path, case, deepspeed)
 
 
-def test_asynchronous_checkpoint_is_that_of_its_step(tmp_path: Path) -> None:
-    run_ranks(both_ways, 2, recipe(tmp_path), "one", {})
-
-
 @pytest.mark.slow
 def test_asynchronous_checkpoint_at_every_stage(tmp_path: Path) -> None:
     run_ranks(all_stages, 2, recipe(tmp_path))
@@ -207,10 +203,6 @@ def failing_writer(path: Path) -> None:
     expect(said[0], "writing ", "(rank 1)", "File too large in ")
 
 
-def test_writer_that_fails_on_one_rank_is_a_failed_save_on_all(tmp_path: Path) -> None:
-    run_ranks(failing_writer, 2, recipe(tmp_path))
-
-
 def failing_writer_before_an_error(path: Path) -> None:
     """The save of step 2 fails while rank 1's disk is full. Batch 3 stops the run when there is space again."""
     config = load_config(
@@ -227,12 +219,6 @@ def failing_writer_before_an_error(path: Path) -> None:
 
     said = failure(config, at)
     expect(said, "a checkpoint was saved after step 2")
-
-
-def test_progress_is_saved_before_an_error_even_if_the_save_in_flight_fails(
-    tmp_path: Path,
-) -> None:
-    run_ranks(failing_writer_before_an_error, 2, recipe(tmp_path))
 
 
 def save_of(run: Path, step: int) -> Save:
@@ -462,8 +448,15 @@ def copy_without_memory(path: Path) -> None:
     expect(str(caught.value), "copying the state", "step-00000009", "can't allocate memory")
 
 
-def test_copy_without_memory_removes_no_checkpoint(tmp_path: Path) -> None:
-    run_ranks(copy_without_memory, 2, recipe(tmp_path))
+def saves_of_runs(path: Path) -> None:
+    both_ways(path, "one", {})
+    failing_writer(path)
+    failing_writer_before_an_error(path)
+    copy_without_memory(path)
+
+
+def test_saves_beside_training_equal_others_and_failed_ones_lose_nothing(tmp_path: Path) -> None:
+    run_ranks(saves_of_runs, 2, recipe(tmp_path))
 
 
 # Kills at random moments
@@ -555,9 +548,4 @@ def test_kills_inside_copies_and_writes_change_nothing(tmp_path: Path) -> None:
     print(f"{KILLS} kills: {cut.count('write')} inside a write, {cut.count('copy')} inside a copy")
     assert {"write", "copy"} <= set(cut), "no kill came in the middle of a save"
     run_ranks(live, 2, path, "cut", None, "nothing", 0, 0.0)
-    mine, other = records(run), records(whole)
-    assert [[one[key] for key in SAME] for one in mine] == [
-        [one[key] for key in SAME] for one in other
-    ]
-    last = f"step-{2 * KILLS + 2:08d}"
-    equal_checkpoints(run / CHECKPOINTS / last, whole / CHECKPOINTS / last)
+    same_as_uninterrupted(run, whole)

@@ -43,25 +43,7 @@ def test_read_meta_foreign_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "3",
-        "null",
-        '{"step": 3}',
-        '{"format": 1}',
-        pytest.param(
-            '{"format": 1, "files": ["a"], "step": 3, "num_steps": 9, "identity": {}}',
-        ),
-        pytest.param(
-            '{"format": 1, "files": {}}',
-        ),
-        pytest.param(
-            '{"format": 1, "files": {"a": 5}, "step": 3, "num_steps": 9, "identity": {}}',
-        ),
-    ],
+    "text", ["", "null", '{"format": 1, "files": {"a": 5}, "step": 3, "num_steps": 9}']
 )
 def test_read_meta_foreign_description_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / META).write_text(text)
@@ -96,21 +78,6 @@ def test_read_meta_notices_every_flipped_bit_of_itself(tmp_path: Path) -> None:
     read_meta(meta.parent)
 
 
-@pytest.mark.parametrize("name", ["engine/weights.pt", "rank_00001.pt"])
-def test_read_meta_missing_file_is_named(name: str, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
-    (path / name).unlink()
-    with pytest.raises(ValueError, match=f"incomplete: {name} is missing"):
-        read_meta(path)
-
-
-def test_read_meta_cut_file_is_named_with_both_sizes(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
-    (path / "engine" / "weights.pt").write_bytes(b"01234")
-    with pytest.raises(ValueError, match=r"damaged: engine/weights.pt has 5 bytes, expected 10"):
-        read_meta(path)
-
-
 def test_find_latest_ignores_what_is_not_whole(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         write_checkpoint(tmp_path, step)
@@ -132,7 +99,7 @@ def test_find_latest_without_a_whole_one_says_so(kind: str, tmp_path: Path) -> N
         find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+@pytest.mark.parametrize("keep", [1, 2, 5])
 def test_remove_old_keeps_the_last_and_no_leftovers(keep: int, tmp_path: Path) -> None:
     steps = [5, 40, 300]
     for step in steps:
