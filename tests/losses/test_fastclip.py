@@ -239,10 +239,6 @@ def mistakes() -> None:
         loss.load_state_parts([make_loss("fastclip_v1").state_dict()] * N)
 
 
-def test_wrong_ids_and_foreign_state_are_refused_on_every_rank():
-    run_ranks(mistakes, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -374,10 +370,6 @@ def no_trace_of_a_forward() -> None:
         assert torch.equal(value, other["values"][name])
 
 
-def test_step_that_is_not_done_leaves_the_state_alone():
-    run_ranks(no_trace_of_a_forward, 2)
-
-
 def test_temperatures_do_not_depend_on_the_weight_of_the_loss():
     """A weight or a loss scale multiplies the gradient of the features, but not that of the temperature per sample."""
     found = []
@@ -426,6 +418,12 @@ def one_sided() -> list[str]:
     return failures
 
 
-def test_one_sided_gradients():
-    for failures in run_ranks(one_sided, 2):
+def other_cases() -> list[str]:
+    mistakes()
+    no_trace_of_a_forward()
+    return one_sided()
+
+
+def test_mistakes_forwards_without_a_commit_and_one_sided_gradients():
+    for failures in run_ranks(other_cases, 2):
         assert not failures, "\n".join(failures)

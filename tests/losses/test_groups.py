@@ -144,11 +144,6 @@ def other_paths() -> list[str]:
     return failures
 
 
-def test_other_paths_equal_the_oracle():
-    for failures in run_ranks(other_paths, 2):
-        assert not failures, "\n".join(failures)
-
-
 def without_groups() -> list[str]:
     """Check that the bits do not change if no pairs share a group, or if pairs of a group are negatives."""
     failures = []
@@ -167,12 +162,16 @@ def without_groups() -> list[str]:
             same = all(map(torch.equal, (got[0].dI, got[0].dT), (plain[0].dI, plain[0].dT)))
             same &= (got[0].loss, got[0].ds, got[1]) == (plain[0].loss, plain[0].ds, plain[1])
             if not same or got[2] != plain[2] | {"grouped_pairs": torch.tensor(share)}:
-                failures.append(f"{name} {same_group}")
+                failures.append(f"{name} {same_group}: other bits than without groups")
     return failures
 
 
-def test_without_groups_the_loss_is_the_same_to_the_bit():
-    for failures in run_ranks(without_groups, 2):
+def other_cases() -> list[str]:
+    return other_paths() + without_groups()
+
+
+def test_other_paths_equal_the_oracle_and_no_groups_change_no_bit():
+    for failures in run_ranks(other_cases, 2):
         assert not failures, "\n".join(failures)
 
 
