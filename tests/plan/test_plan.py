@@ -485,13 +485,15 @@ def test_backward_hides_all_but_the_last_bucket() -> None:
 
 
 def test_only_overlapped_reductions_are_hidden(tmp_path: Path) -> None:
+    towers = {m: trace(tiny(tmp_path, global_batch=64, micro_batch=m), m) for m in (4, 8)}
+
     def hidden(stage: int, m: int, **zero: Any) -> float:
         zero |= {"stage": stage, "reduce_bucket_size": 1000}
         config = tiny(
             tmp_path, deepspeed={"zero_optimization": zero}, global_batch=64, micro_batch=m
         )
         slow = Assumptions(efficiency=1e-6)
-        speed = plan_speed(config, 8, trace(config, m), find_gpu("H200"), slow)
+        speed = plan_speed(config, 8, towers[m], find_gpu("H200"), slow)
         assert speed is not None
         assert speed.step_s == speed.towers_s + speed.loss_s + speed.comm_s - speed.hidden_s
         return speed.hidden_s
