@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,6 +28,8 @@ def bad_settings(path: Path, folder: Path) -> None:
 
     expect(refused(config("loss.name=disko")), "unknown loss 'disko'", "did you mean disco", "clip")
     expect(refused(config("loss.options={tilt: 4}")), "no option tilt", "tile")
+    said = refused(config("loss.name=fastclip_v1", "optim.tau_lr=1e-3"))
+    expect(said, "optim.tau_lr ", "loss.name=fastclip_v1")
     expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
     expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
     expect(refused(config("model.pretrained=nowhere.pt")), "nowhere.pt is not a file")
@@ -94,39 +95,10 @@ def changed_on_resume(path: Path) -> None:
     }
     for change, said in changes.items():
         expect(refused(load_config(path, ["name=first", change]), resume=folder), said)
-    whole = Path(folder) / "checkpoints" / "step-00000004"
-    comm.barrier()
-    if comm.rank() == 0:
-        for name in ("missing", "cut", "foreign", "unreadable"):
-            shutil.copytree(folder, Path(folder).with_name(name))
-        runs = Path(folder).parent
-        (runs / "missing" / "checkpoints" / whole.name / "rank_00001.pt").unlink()
-        (runs / "cut" / "checkpoints" / whole.name / "rank_00001.pt").write_bytes(b"x" * 10)
-        (runs / "foreign" / "checkpoints" / whole.name / "checkpoint.json").write_text(
-            '{"weights": 1}'
-        )
-        shard = next(
-            (runs / "unreadable" / "checkpoints" / whole.name / "engine").glob("*rank_1*optim*")
-        )
-        shard.write_bytes(b"\0" * shard.stat().st_size)
-    comm.barrier()
-    runs = Path(folder).parent
     expect(
         refused(load_config(path, ["name=first", "steps=2"]), resume=folder),
         "is at step 4",
         "end at step 2",
-    )
-    config = load_config(path, ["name=first", "steps=6"])
-    expect(refused(config, resume=str(runs / "missing")), "incomplete", "rank_00001.pt is missing")
-    expect(
-        refused(config, resume=str(runs / "cut")), "damaged", "rank_00001.pt has 10 bytes, expected"
-    )
-    expect(refused(config, resume=str(runs / "foreign")), "foreign", "disco_ds checkpoint")
-    said = refused(config, resume=str(runs / "unreadable"))
-    expect(
-        said,
-        "is damaged: engine/",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written",
     )
     # Settings that may change: workers, micro-batch, logging, and a longer run.
     with ExitStack() as stack:
@@ -207,8 +179,6 @@ def shards(tmp_path: Path) -> Path:
 def test_bad_tile_is_refused(tile):
     with pytest.raises(ValueError, match="tile"):
         build_loss("disco_fused", tile=tile)
-    with pytest.raises(ValueError, match="no option tile"):
-        build_loss("disco", tile=[4, 4])
 
 
 def test_bad_settings_are_refused_on_every_rank(shards):
@@ -216,7 +186,7 @@ def test_bad_settings_are_refused_on_every_rank(shards):
 
 
 @pytest.mark.slow
-def test_resume_refuses_changes_and_damaged_checkpoints_by_name(tmp_path):
+def test_resume_refuses_changes_by_name(tmp_path):
     run_ranks(changed_on_resume, 2, recipe(tmp_path))
 
 

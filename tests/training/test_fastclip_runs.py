@@ -270,20 +270,6 @@ def test_temperature_has_a_rate_of_its_own_and_a_third_of_it_below_a_bound(deeps
         assert rates == pytest.approx([1.5, 0.5], rel=1e-3)
 
 
-def learned_by_none(path: Path) -> None:
-    config = load_config(path, ["loss.name=fastclip_v1", "optim.tau_lr=1e-3"])
-    with (
-        ExitStack() as stack,
-        pytest.raises(ValueError, match=r"optim\.tau_lr .*loss\.name=fastclip_v1"),
-    ):
-        build(config, None, stack)
-
-
-def test_rate_of_a_temperature_that_nobody_learns_is_refused(tmp_path):
-    run_ranks(learned_by_none, 1, write_recipe(tmp_path))
-    assert not (tmp_path / "runs").exists()
-
-
 def test_slow_temperature_needs_a_rate_of_its_own():
     with pytest.raises(ValueError, match=r"tau_slow=0\.03 has no effect without optim\.tau_lr"):
         OptimSettings(tau_slow=0.03)
