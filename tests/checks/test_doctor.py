@@ -37,11 +37,27 @@ from disco_ds.distributed import comm
 from disco_ds.eval.model import read_input_spec
 from disco_ds.models.clip import build_model, build_tokenizer
 from disco_ds.training.engine import prepare
-from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
 from helpers.shards import encode, noise, write_shards
 from helpers.web import serve
+
+
+def statuses(lines: list[Line]) -> list[tuple[str, str]]:
+    return [(line.status, line.check) for line in lines]
+
+
+def the(lines: list[Line], check: str) -> Line:
+    (line,) = [line for line in lines if line.check == check]
+    return line
+
+
+def data_of(folder: Path | str, **changes: Any) -> Config:
+    data = {"shards": str(folder), "source": "shards", "image_key": "png", "workers": 2, **changes}
+    # A checkpoint is due before the end of the 100 steps.
+    checkpoint = {"every_steps": 50}
+    return settings(data=data, model={"name": "quickstart"}, checkpoint=checkpoint)
+
 
 # Packages
 

@@ -13,11 +13,9 @@ from disco_ds.cli.main import main
     ("override", "found"),
     [
         ("loss.name=disko", "unknown loss 'disko'; did you mean disco?"),
-        ("loss.options.tle=3", "loss 'disco' has no option tle"),
         ("model.name=ViT-B-33", "unknown model 'ViT-B-33'; did you mean ViT-B-32?"),
         ("model.pretrained=nowhere.pt", "nowhere.pt"),
         ("data.shards=/nowhere", "there is no folder /nowhere"),
-        ("data.shards=rows.parquet", "there is no folder rows.parquet"),
         ("data.source=webdataset", "data.source must match pattern"),
         ("eval.labeled.new=/nowhere", "eval.labeled.new: there is no folder /nowhere"),
     ],
