@@ -18,19 +18,18 @@ from disco_ds.checkpoints.state import States, join, read_fragments, read_tensor
 from disco_ds.checkpoints.weights import read_weights
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.distributed import comm
-from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
+from helpers.launched import FP32, records
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, distance, write_tiny
 
 KEYS = {"fp32", "exp_avg", "exp_avg_sq", "step", "ema", "ema_steps"}
-FP32 = {"torch_autocast": {"enabled": False}}
 
 
 def settings(stage: int, **precision: Any) -> dict[str, Any]:
@@ -75,13 +74,6 @@ def write_recipe(
     return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (folder / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()
-    ]
-
-
 def states(path: Path) -> dict[str, States]:
     """Read a checkpoint: parameter name -> its master weights and optimizer states, joined from all ranks."""
     written_by = next(
@@ -110,7 +102,7 @@ def equal_states(first: Path, second: Path) -> None:
 
 
 def equal_losses(folder: Path, other: Path, tolerance: float) -> None:
-    mine, theirs = records(folder), records(other)
+    mine, theirs = (records(path / "runs" / "tiny") for path in (folder, other))
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
         assert (a["step"], a["ids"], a["lr"]) == (b["step"], b["ids"], b["lr"])

@@ -146,7 +146,7 @@ def train_with_ours() -> dict[str, Any]:
     return {name: value.numpy() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
     """Gradients are clipped, so the result would differ if the gradient had another scale."""
     alone = train(open_clip.ClipLoss(), slice(None), wrap=False)
