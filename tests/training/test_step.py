@@ -171,7 +171,8 @@ def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) ->
 
 def test_step_equals_single_process(tmp_path):
     """The cases: every ZeRO stage with GradAccum, dropout and clipping; other losses; activation checkpointing; locked
-    towers; two views; gradients that are reduced in several buckets during backward."""
+    towers; two views; gradients that are reduced in several buckets during backward; groups that span micro-batches
+    and ranks."""
     pairs = (("autocast", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3))
     losses = zip(OTHER_LOSSES, (1, 3, 2, 0), strict=True)
     groups: list[Group] = [
@@ -186,6 +187,15 @@ def test_step_equals_single_process(tmp_path):
             {"model__two_views": True, "data__augment__zoom": 0.1},
         ),
         ([("fp32", stage, 1, True, "disco") for stage in (1, 2)], BUCKETS),
+    ]
+    choices = [("disco_fused", "ignored"), ("inf_cl", "positives"), ("siglip", "ignored")]
+    choices.append(("siglip", "positives"))
+    groups += [
+        (
+            [("fp32", stage, 4, True, loss)],
+            {"data__group_by": "caption", "loss__options__same_group": same_group},
+        )
+        for stage, (loss, same_group) in enumerate(choices)
     ]
     check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
@@ -246,20 +256,6 @@ def test_overlapped_reductions_change_no_update_on_four_ranks(tmp_path):
 def test_step_with_overlapped_reductions_equals_single_process(size, tmp_path):
     overlap = BUCKETS | {"deepspeed__zero_optimization__overlap_comm": True}
     check(size, write_tiny(tmp_path, patch_dropout=0.5), [(OVERLAP, overlap)])
-
-
-def test_step_with_groups_of_pairs(tmp_path):
-    """Check every stage, with groups of samples that span micro-batches and ranks."""
-    choices = [("disco_fused", "ignored"), ("inf_cl", "positives"), ("siglip", "ignored")]
-    choices.append(("siglip", "positives"))
-    groups: list[Group] = [
-        (
-            [("fp32", stage, 4, True, loss)],
-            {"data__group_by": "caption", "loss__options__same_group": same_group},
-        )
-        for stage, (loss, same_group) in enumerate(choices)
-    ]
-    check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
 
 @pytest.mark.slow
