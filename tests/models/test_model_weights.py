@@ -290,14 +290,6 @@ def test_batch_norm_model_is_warned_of_naming_layers(
     assert f"visual.bn1 and the other BatchNorm layers ({count} in total)" in record.getMessage()
 
 
-def test_model_without_batch_norm_is_not_warned_of(
-    tiny: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        build(tiny)
-    assert not caplog.records
-
-
 def test_unknown_model_lists_the_nearest_and_ours() -> None:
     with pytest.raises(
         ValueError,
