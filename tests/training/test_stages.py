@@ -26,7 +26,7 @@ from disco_ds.run import run_training
 from disco_ds.runs.messages import LOG
 from disco_ds.runs.run_folder import list_complete, step_of
 from helpers.dist import run_ranks
-from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
+from helpers.launched import records, same_as_uninterrupted
 from helpers.stage_optimizers import KILLED_AT
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
@@ -203,10 +203,7 @@ def test_run_resumed_near_a_border_is_the_uninterrupted_one(stage: int, tmp_path
     ]
     run_ranks(run_all, 2, resumed, joined=False)
     for copy in copies.values():
-        for mine, other in zip(records(copy), records(run), strict=True):
-            assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
-        last = Path("checkpoints", "step-00000010")
-        equal_checkpoints(copy / last, run / last)
+        same_as_uninterrupted(copy, run)
 
 
 @pytest.mark.slow
@@ -280,11 +277,8 @@ def test_batch_changed_on_resume_trains_like_a_stage(tmp_path: Path) -> None:
     assert "global_batch: 16 in the checkpoint, 32 now" in said
     assert "--allow-change global_batch resumes" in said
     run_ranks(run_all, 2, [(path, changed, resume, allowed)], joined=False)
-    for mine, expected in zip(records(other), records(run), strict=True):
-        assert [mine.get(key) for key in SAME] == [expected.get(key) for key in SAME]
-    last = Path("checkpoints", "step-00000006")
-    equal_checkpoints(other / last, run / last)
-    assert read(other / last).meta["samples"] == 128
+    same_as_uninterrupted(other, run)
+    assert read(other / "checkpoints" / "step-00000006").meta["samples"] == 128
     assert "from step 4 on, global_batch is 32 instead of 16" in (other / LOG).read_text()
 
 
