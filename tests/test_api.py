@@ -1,7 +1,5 @@
 """The public names of disco_ds are listed without importing torch. Each is imported when it is first accessed."""
 
-from __future__ import annotations
-
 import doctest
 import subprocess
 import sys

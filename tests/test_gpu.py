@@ -4,8 +4,6 @@ They check the kernels, a step at every stage and precision, that the demo learn
 the doctor. Each test runs in a separate process with a timeout.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ checkpoints that another number of ranks reads, and examples. On a GPU, the rank
 over gloo.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The import rules of the package: which modules may import which, and which may use torch.distributed or DeepSpeed."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """setup.py declares all imported packages, and the tests can run as on a CPU without fp16."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The package on a simulated GPU: no tensor is on the wrong device, and the host waits only where it must."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Asynchronous saves: the copy in host memory, equality with synchronous saves, failed saves, and ranks killed during a
 save."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

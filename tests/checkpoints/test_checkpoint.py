@@ -1,7 +1,5 @@
 """Checkpoints, tested without an engine: settings that must not change on resume, damaged files, and tensor shapes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

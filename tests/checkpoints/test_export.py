@@ -1,7 +1,5 @@
 """Exports for open_clip compute the same features as the run, in open_clip, in clip_benchmark and in a new process."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs resumed with another number of ranks, ZeRO stage or precision have the same batches and losses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from: the newest, a named one, or an older one if the newest is damaged."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

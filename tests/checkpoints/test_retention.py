@@ -1,7 +1,5 @@
 """Which checkpoint folders of a run count as complete, which are removed, and which are set aside."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Exports for transformers: its models compute the same features as open_clip's, from the same images and texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints that the user's command uploads: one at a time, in the background. A failed upload stops nothing."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """Weights read from checkpoints are bit-identical to the engine's master weights, at every ZeRO stage and precision."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`disco-ds doctor` on one host reports each problem in a separate line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

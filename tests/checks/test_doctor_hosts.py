@@ -1,7 +1,5 @@
 """`disco-ds doctor` on two simulated hosts that are first equal and then different."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`disco-ds doctor` on several hosts and ranks: the comparison of the hosts, and the trial step."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

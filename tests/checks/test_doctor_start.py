@@ -1,7 +1,5 @@
 """`disco-ds doctor` refuses the settings that a run refuses, with the same message."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line: arguments, help texts, the dry run, and how arguments reach the ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`disco-ds from-open-clip` with the command lines of open_clip's README and scripts, and with single flags."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The public functions of disco_ds, called as in user programs: once, repeatedly, and on two ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Mistakes in recipes, overrides, ds_configs and hostfiles are refused in a few lines that name the place."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """The bundled recipes for large batches fit the GPUs that they name. Scaled down, they run on the bundled data."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import ExitStack

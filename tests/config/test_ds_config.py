@@ -1,7 +1,5 @@
 """DeepSpeed's settings: the bundled ds_configs, keys that the recipe sets, the written ds_config.json, refused keys."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Secrets in settings are refused, and masked in messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

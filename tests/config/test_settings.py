@@ -1,7 +1,5 @@
 """Settings: their keys and values, global batch = ranks x micro-batches x micro-batch size, the written config.yaml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

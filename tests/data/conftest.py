@@ -1,7 +1,5 @@
 """Fixtures: shards in a folder and on a local server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random augmentation does not depend on how a batch is divided. With equal random numbers, it equals torchvision's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Broken samples are skipped identically at any number of ranks. Other data errors are returned in StepData.error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

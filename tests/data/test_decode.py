@@ -1,7 +1,5 @@
 """Decoding of images, choice of captions, and the sequential reader that `disco-ds eval` uses."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """A thousand shards with the defects of web-scale data: the epoch completes, and every skipped sample is reported."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`disco-ds embed` stores the teacher's embeddings of the same augmented images that training later sees."""
 
-from __future__ import annotations
-
 import json
 import resource
 import tarfile

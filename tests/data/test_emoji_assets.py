@@ -3,8 +3,6 @@
 The drawing is not tested: it needs npm packages and resvg-py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Downloads of remote shards: they are complete, retried if that may help, and their messages contain no secrets."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 import time

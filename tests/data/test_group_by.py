@@ -1,7 +1,5 @@
 """data.group_by: which samples share a group, for every kind of source, and the metric that a run logs."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from itertools import product

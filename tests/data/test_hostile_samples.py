@@ -1,7 +1,5 @@
 """Malicious samples: each is skipped, named and counted, and all others are read normally."""
 
-from __future__ import annotations
-
 import errno
 import io
 import itertools

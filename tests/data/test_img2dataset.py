@@ -4,8 +4,6 @@ img2dataset needs webdataset < 0.3, so it runs in a separate environment. The st
 was written by `download` below from emoji of disco_ds/assets/emoji/validation. Their license is there.
 """
 
-from __future__ import annotations
-
 import csv
 import http.server
 import json

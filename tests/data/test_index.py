@@ -1,7 +1,5 @@
 """`disco-ds index`: the written manifest, counting of new shards only, --check, and errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The loader: any numbers of ranks and workers give the same sequence of global batches, also after a resume."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

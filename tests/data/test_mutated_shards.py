@@ -6,8 +6,6 @@ number of samples that was counted before the damage, and with a new count. The 
 run twice and must give the same results.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Shards on object stores, with rclone as the server: counted without a download, read in order, and resumed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The data order is a pure function, reads every sample once per epoch, and balances slots. Also: number of slots."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import chain, takewhile
 

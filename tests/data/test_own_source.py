@@ -1,7 +1,5 @@
 """Custom data sources, `package.module:Class`: a run with the example source, its resume, and a mixture of sources."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Prefetching of remote shards fetches the most urgent shard first, fits the cache, and does not disturb readers."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import threading

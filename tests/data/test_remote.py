@@ -1,7 +1,5 @@
 """Remote shards: lists of shards with braces, permission to read, and the disk space that the cache needs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """data.uids, data.filter, data.transforms, and captions from lists. They drop or change samples, but keep the order."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The cache of remote shards: its limits, its permissions, and files that killed processes leave."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Tar shards and their manifest: comparison with webdataset, truncated shards, and every error message."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Mixtures of several sources by weight, and csv files as sources."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from itertools import takewhile

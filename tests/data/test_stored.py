@@ -1,7 +1,5 @@
 """Stored embeddings: in every format, a sample gets the row of its augmentation and caption, or is refused."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

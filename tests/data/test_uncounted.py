@@ -1,7 +1,5 @@
 """data.index=none: the data order needs no sample counts. It is the same at any number of ranks and after a resume."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

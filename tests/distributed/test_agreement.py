@@ -1,7 +1,5 @@
 """If settings differ between ranks, all ranks stop before any work, with an error that names the settings."""
 
-from __future__ import annotations
-
 import os
 import socket
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Files that a hanging rank writes for diagnosis: its stacks, and NCCL's flight record."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Heartbeats of ranks of which one is killed or suspended: every other rank ends in time and names the lost rank."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Heartbeats in training and in an evaluation: the error names the lost rank and the phase in which it was lost."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The ranks of a host divide its cores among themselves, unless a launcher or user has set the number of threads."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Launches on several simulated hosts with DeepSpeed's launcher, pdsh and ssh; reading of hostfiles."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

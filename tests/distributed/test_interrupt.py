@@ -1,7 +1,5 @@
 """Ctrl-C: the first one asks the run to save and stop, even if its signal arrives repeatedly. A later one ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

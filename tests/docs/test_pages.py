@@ -1,7 +1,5 @@
 """Links and commands in the README and the manual are valid, and the README's example runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec

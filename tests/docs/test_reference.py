@@ -1,7 +1,5 @@
 """docs/settings.md is up to date, and every setting has a meaning."""
 
-from __future__ import annotations
-
 from disco_ds.config import Config
 from tools.make import reference
 

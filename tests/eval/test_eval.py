@@ -1,7 +1,5 @@
 """Evaluation on all ranks gives the results of a plain loop over the data, and does not affect training."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

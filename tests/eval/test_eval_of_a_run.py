@@ -1,7 +1,5 @@
 """An evaluation during a run and `disco-ds eval` of its checkpoint give the same values."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

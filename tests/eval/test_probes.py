@@ -1,7 +1,5 @@
 """Probes on several ranks have the accuracies that scikit-learn computes from the image features of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation sets in every layout, and the mistakes that are reported at the start."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

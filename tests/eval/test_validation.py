@@ -1,7 +1,5 @@
 """The validation loss on all ranks equals that of a plain loop. Also: image folders named after their classes."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The programs in examples/, and open_clip's training loop with our loss, compared with open_clip alone."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Fine-tuning as docs/fine_tuning.md shows it: weights are evaluated, trained, evaluated again and exported."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """examples/reference_loss.py and examples/two_captions.py, compared with their formulas in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

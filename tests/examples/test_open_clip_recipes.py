@@ -1,7 +1,5 @@
 """The recipes of examples/open_clip, and the table of open_clip's flags."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The example that gives a share of the samples the captions of others."""
 
-from __future__ import annotations
-
 import json
 
 from examples.shuffled_captions import read_captions, stages

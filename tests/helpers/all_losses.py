@@ -1,7 +1,5 @@
 """The InfoNCE losses with options for small tests, and a function that evaluates a loss on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

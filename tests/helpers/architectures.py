@@ -1,7 +1,5 @@
 """Small models of the architectures that can be exported for transformers, and a tokenizer in a local folder."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

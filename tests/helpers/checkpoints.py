@@ -1,7 +1,5 @@
 """Checkpoint folders written by hand, and ways to damage them."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Simulate several hosts on this machine, and find processes by a marker in their environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

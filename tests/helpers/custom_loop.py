@@ -1,7 +1,5 @@
 """Models for tests of custom training loops: two towers, or one encoder for both sides."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

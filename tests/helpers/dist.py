@@ -1,7 +1,5 @@
 """Real ranks for tests: gloo processes with a free port and a timeout. Starting them takes long, so share them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Evaluation sets in common layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.shards import encode, noise, write_tar

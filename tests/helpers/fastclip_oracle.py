@@ -1,7 +1,5 @@
 """FastCLIP's formulas (docs/losses.md section 6) in plain float64 on one process, with whole matrices."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

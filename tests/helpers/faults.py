@@ -1,7 +1,5 @@
 """Faults inside a run: losses and gradients that are not finite, and skipped steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Start whole runs with real launchers, and inspect them while they run and afterwards."""
 
-from __future__ import annotations
-
 import base64
 import json
 import multiprocessing

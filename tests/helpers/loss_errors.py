@@ -1,7 +1,5 @@
 """Errors of every loss on all ranks and on any device, compared with float64 references in one process."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

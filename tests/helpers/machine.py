@@ -7,8 +7,6 @@
   `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test`.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

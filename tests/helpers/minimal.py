@@ -1,7 +1,5 @@
 """The smallest complete settings of a run."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

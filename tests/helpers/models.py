@@ -1,7 +1,5 @@
 """Small models for tests, and a batch for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

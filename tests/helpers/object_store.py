@@ -1,7 +1,5 @@
 """Object stores on this host: rclone as the server, behind a proxy that can cut connections."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compare one training step of an engine, on one or many ranks, with one graph of the whole batch in float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

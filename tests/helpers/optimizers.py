@@ -1,7 +1,5 @@
 """Factories of custom optimizers, as users write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Float64 references for contrastive losses on one process, and errors relative to them (docs/losses.md section 2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

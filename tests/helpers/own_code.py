@@ -1,7 +1,5 @@
 """Run disco-ds commands with a user's package on PYTHONPATH."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Paths of the clone and its tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -1,7 +1,5 @@
 """The ds_configs of every precision and ZeRO stage that the exactness tests use."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings and shard caches for tests that read shards from a local server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

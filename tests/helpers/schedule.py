@@ -1,7 +1,5 @@
 """Schedules of runs whose global batch does not change."""
 
-from __future__ import annotations
-
 from disco_ds.config import Schedule
 
 

@@ -1,7 +1,5 @@
 """Small tar shards for tests. The color of an image and its caption encode the sample's id."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -1,7 +1,5 @@
 """Optimizers for `optim.factory` that check or interrupt a run between two stages."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """A training step without a run, made of the parts that the trainer's step uses (training/step.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of a tiny model on the bundled data: their recipe, and the errors with which they are refused or stop."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import time

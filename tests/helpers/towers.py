@@ -1,7 +1,5 @@
 """A tiny open_clip model, its batches, and the single-process gradient that every engine must reproduce."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

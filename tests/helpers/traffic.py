@@ -1,7 +1,5 @@
 """Bytes that a rank receives in the collectives of a loss and of a training step, compared with the plan's."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Write a run folder with one checkpoint in the format of ZeRO 0, without an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import nn

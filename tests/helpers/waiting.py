@@ -1,7 +1,5 @@
 """Wait for another thread or process, with a timeout."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`disco-ds launch` with real processes: cleanup, restarts and exit codes."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which hosts `disco-ds launch` continues with if some do not answer. A script replaces ssh."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Parts of `disco-ds launch`: ending processes, exit codes, run folders, and the variables of srun."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

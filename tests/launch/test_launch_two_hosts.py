@@ -1,7 +1,5 @@
 """`disco-ds launch` on two or three simulated hosts: overrides, lost hosts, and a restart on fewer hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Random kills of processes of a launch on two hosts, and a flipped bit in a checkpoint, do not change the result."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

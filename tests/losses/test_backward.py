@@ -1,7 +1,5 @@
 """Losses that compute their gradient in forward: gradients of 16-bit inputs, and calls of backward that are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

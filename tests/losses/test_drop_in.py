@@ -3,8 +3,6 @@
 If a mistake were not reported, a rank would hang, or treat its part of the batch as the whole batch.
 """
 
-from __future__ import annotations
-
 import doctest
 import os
 

@@ -1,7 +1,5 @@
 """State, loss and gradients of FastCLIP equal those of a float64 reference over many steps, at any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

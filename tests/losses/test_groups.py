@@ -1,7 +1,5 @@
 """Losses that ignore pairs of the same group or treat them as positives, compared with float64 references."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss and gradients of every InfoNCE loss equal those of a float64 reference, at any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

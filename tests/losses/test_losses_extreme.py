@@ -1,7 +1,5 @@
 """Losses that compute tiles: results at extreme logits, and memory that must not grow with the square of the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

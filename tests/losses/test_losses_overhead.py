@@ -1,7 +1,5 @@
 """Host overhead of losses: how many torch operations they need outside of tiles, and how many exchanges of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Loss and gradients of NT-Xent equal those of a float64 reference that computes all views in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Custom losses (`package.module:Class`): the example loss works with every command, and mistakes are reported."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

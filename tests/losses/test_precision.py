@@ -1,7 +1,5 @@
 """Accuracy of losses that multiply 16-bit matrices: the limits in docs/exactness.md, and the range of fp16 weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss and gradients of the sigmoid loss equal those of a float64 reference in one process."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses with teachers: value, gradients and metrics equal a float64 reference at any number of ranks."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The anomaly rules on synthetic numbers: what they report, what they ignore, and their state in a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

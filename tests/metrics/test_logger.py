@@ -1,7 +1,5 @@
 """The log records of a run: the digest of a batch, metrics.jsonl after a resume, and points for trackers by samples."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """report.png from complete, short, damaged and long records, and with examples from two ranks."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Measurements of a step (phases, memory, slowest rank), and what MFU needs: FLOPs, and GPUs recognized by name."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs logged to W&B, through a fake package or offline through the real one, and DeepSpeed's CSV monitor."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

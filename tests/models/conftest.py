@@ -1,7 +1,5 @@
 """A very small model of open_clip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

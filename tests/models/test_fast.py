@@ -1,7 +1,5 @@
 """The faster tower modules have the same outputs, gradients and parameters as open_clip's modules that they replace."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

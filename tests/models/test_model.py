@@ -1,7 +1,5 @@
 """The model that a run trains: its features, locked towers, and options of the section `model`."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

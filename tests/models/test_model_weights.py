@@ -1,7 +1,5 @@
 """Loading weights into models: keys, configs, preprocessing, and files that do not fit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Custom models (`model.factory`): refused mistakes, the built model, and a complete run of the example model."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Parameter groups of the optimizer for small models of each kind: weight decay, learning rates, layers and Muon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

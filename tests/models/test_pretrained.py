@@ -1,7 +1,5 @@
 """Initial weights, partly trained towers, and the preprocessing that belongs to the weights."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

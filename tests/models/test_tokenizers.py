@@ -3,8 +3,6 @@
 The faster form of open_clip's built-in tokenizer returns the same tokens.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Step times that `disco-ds plan` predicts, compared with measured step times."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """`disco-ds plan`: traces compared with measured steps, ZeRO's memory compared with an engine, `--fit`, the output."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Planned memory of every registered loss, compared with the memory that it allocates on one, two and three ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

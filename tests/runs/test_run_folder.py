@@ -1,7 +1,5 @@
 """Run folders: they are created once, found again, and locked by one run at a time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

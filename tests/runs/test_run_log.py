@@ -1,7 +1,5 @@
 """log.txt contains the run's messages with times, and warnings. A full disk or a closed terminal is not an error."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

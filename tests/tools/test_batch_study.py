@@ -1,7 +1,5 @@
 """`tools.study.batches` of 2 checkpoints x 2 batches x 2 learning rates, as one command and as separate commands."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

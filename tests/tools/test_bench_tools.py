@@ -3,8 +3,6 @@
 All kinds of slices run. A slice that fails does not affect the others. An interrupted tool resumes.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import subprocess

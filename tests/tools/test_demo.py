@@ -1,7 +1,5 @@
 """`make demo` as a new user runs it, twice, from a clone whose path contains a space."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A user's mistakes cause clear errors on every rank, before any work and within seconds."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """contrastive_step in custom loops computes the gradient of the full batch, with every engine and with dropout."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

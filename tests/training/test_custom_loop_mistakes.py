@@ -3,8 +3,6 @@
 Also: batches that are rejected or skipped leave no trace.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Custom optimizers: optimizers with elementwise updates work at every ZeRO stage, other optimizers only at ZeRO 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The moving average of the weights: compared with a float64 loop, saved, resumed, resharded, evaluated, exported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The DeepSpeed engine of a run: schedules, parameter groups, and the updates at every ZeRO stage."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

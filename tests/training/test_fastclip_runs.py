@@ -1,7 +1,5 @@
 """FastCLIP with an engine: gradients with micro-batches, skipped batches, and resumed runs."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import types

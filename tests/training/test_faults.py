@@ -1,7 +1,5 @@
 """Faults in runs of two ranks, such as a full disk: which of them stop the run, and with which messages."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

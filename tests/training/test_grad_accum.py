@@ -1,7 +1,5 @@
 """GradAccum, tested without an engine: gradients, random numbers and precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Over fifty steps, the losses on several ranks are the same as on one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

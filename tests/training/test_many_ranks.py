@@ -3,8 +3,6 @@
 DISCO_DS_TEST_RANKS=64 sets the number of ranks to 64, and to 48 after the resume. `pytest -rP` prints the times.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

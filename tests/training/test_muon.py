@@ -1,7 +1,5 @@
 """Muon: at every ZeRO stage, updates equal those of a float64 reference in one process."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """If a loss or gradient is not finite, all ranks skip the batch. If this happens too often, the run stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

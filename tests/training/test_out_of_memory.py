@@ -1,7 +1,5 @@
 """Runs that run out of GPU memory: the message and the exit code of each rank."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket
 import sys

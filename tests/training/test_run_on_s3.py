@@ -1,7 +1,5 @@
 """A run that reads shards from an S3 bucket (served by rclone), is killed, and resumes on another number of ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

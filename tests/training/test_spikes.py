@@ -1,7 +1,5 @@
 """Anomalies in runs: each is reported, batches with a spike are skipped, and healthy runs cause no warning."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose global batch, image size or patch dropout changes, in stages or on resume."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

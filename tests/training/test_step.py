@@ -1,7 +1,5 @@
 """A step applies the full-batch gradient of one process, for all ranks, micro-batches, ZeRO stages and precisions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

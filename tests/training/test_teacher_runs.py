@@ -4,8 +4,6 @@ The result does not depend on the number of ranks or micro-batches. A resumed ru
 one. Resuming with another teacher is refused.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """If towers do not use all parameters in every micro-batch (LayerDrop), the gradient equals that of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

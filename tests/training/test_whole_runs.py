@@ -1,7 +1,5 @@
 """Whole runs with real launchers: resumed runs are bit-identical, and killed runs leave no processes behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -6,8 +6,6 @@ The GPU has no memory and computes nothing. Tensors have only a device, a dtype 
   cases.py      the code that is run
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 `python -m helpers.simulated_cuda.cases OUT NAME ...` runs the cases NAME and writes their outcomes to OUT as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

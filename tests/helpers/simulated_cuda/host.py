@@ -5,8 +5,6 @@ a tensor, this module returns a made-up value, and records that a real host woul
 torch, Triton and DeepSpeed, but nothing of disco_ds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -3,8 +3,6 @@
 Triton decides at its first import whether to interpret kernels, so the interpreter runs in new processes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from functools import partial

@@ -5,8 +5,6 @@ On an A100 or H100, 16-bit kernels must not spill registers if rows are contiguo
 This needs no driver, because Triton includes an assembler. test_tiles.py tests the results of the kernels.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton")
