@@ -23,7 +23,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             failures = self.server.failures.get(path, [])
             status = failures.pop(0) if failures else 200
         if path in self.server.stalled:
-            self.server.resume.wait(30)
+            self.server.resume.wait(300)
         elif path in self.server.endless:
             self._send_endlessly()
         elif path in self.server.broken:
@@ -78,7 +78,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
-        self.server.resume.wait(30)
+        self.server.resume.wait(300)
         if path not in self.server.halves:
             self.wfile.write(data[len(data) // 2 :])
 
