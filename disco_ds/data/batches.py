@@ -55,7 +55,7 @@ class Staging:
     """Resources that a rank's data loading may use, and the device to which micro-batches are delivered."""
 
     kept_on: Pixels = "device"
-    """Where images are kept between GradAccum's two passes: "device", or "host" in the buffers on the host."""
+    """Where a step's images are kept between GradAccum's two passes: in the memory of the device or of the host."""
     device: torch.device | str = "cpu"
     """Device to which micro-batches are delivered."""
     ranks_here: int | None = None

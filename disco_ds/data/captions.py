@@ -122,7 +122,7 @@ class _Filler(string.Formatter):
         self._items: tuple[int, ...] = ()
         """The choices so far."""
         self.others: list[tuple[int, ...]] = []
-        """First choices that lead to other captions after this one, in reverse lexicographic order."""
+        """The first choices of other captions that follow this one, in reverse order. The remaining choices are 0."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Members) -> tuple[str, str]:
         """Return the text of the first alternative whose value is not missing, null, NaN, infinite or blank.

@@ -136,7 +136,7 @@ class Interrupts:
         self.since = time.monotonic()
         """When the last save began; before the first save, when the timer was started."""
         self.is_stop_requested = False
-        """Whether this rank has received a signal."""
+        """True once this rank has received a signal that asks the run to save and stop."""
         self.save = False
         """Agreed by all ranks: save after this step."""
         self.stop = False

@@ -62,7 +62,7 @@ METRICS = (
 
 
 def reduce_metrics(local: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
-    """Reduce the metrics of a log record over ranks, as METRICS specifies. Unknown values are None.
+    """Combine the metrics of all ranks into those of a log record, as METRICS specifies. An unknown value stays None.
 
     The entry `ids` is a digest of the sample ids of the global batch. It is the same for any number of ranks.
 

@@ -137,14 +137,14 @@ class Table(Source):
 
 @dataclass
 class _Image:
-    """An image of a table. Several rows may have its path."""
+    """An image of a table. Several rows of the table may name the same image."""
 
     row: int
-    """Number of its first row."""
+    """Number of the first row that names the image."""
     path: str
-    """Its path, as in this row."""
+    """Path of the image, as the first row gives it."""
     error: BrokenSample | None = None
-    """Why this row has no text, or None."""
+    """Why the first row cannot be used; None if it can."""
     texts: list[str] = field(default_factory=list)
     """The captions or labels of all rows, without line breaks."""
 

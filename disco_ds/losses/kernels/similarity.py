@@ -348,7 +348,7 @@ def softmax_gradient(
     block: Block,
     row_shift: Tensor,
     column_shift: Tensor,
-    d_rows: Tensor | None,
+    d_rows: Tensor,
     d_columns: Tensor | None,
     moments: tuple[Tensor, Tensor] | None = None,
     targets: Sequence[Weights] = (),
@@ -365,7 +365,7 @@ def softmax_gradient(
         block: The similarities.
         row_shift: [n] float64.
         column_shift: [m] float64.
-        d_rows: [n, D] fp32, or None if not needed.
+        d_rows: [n, D] fp32.
         d_columns: [m, D] fp32, or None if not needed.
         moments: ([n], [m]), only for blocks without a shift. u x (first term of W_ij) x <row i, column j>, summed
             over each row, is added to the first vector. u x (second term of W_ij) x <row i, column j>, summed over
@@ -381,8 +381,7 @@ def softmax_gradient(
     spare = block.scratch() if targets else scratch
     for i, j in block.cut():
         tile, W = student.compute(i, j, scratch, moments)
-        if d_rows is not None:
-            tiling.add_product(d_rows[i], W, tile.c)
+        tiling.add_product(d_rows[i], W, tile.c)
         for target in targets:
             teacher_tile, V = target.compute(i, j, spare)
             assert target_gradient is not None
