@@ -20,7 +20,7 @@ def test_import_of_the_package_is_light_and_names_are_listed() -> None:
         "print(took < 0.2, {'torch', 'deepspeed', 'pydantic'} & set(sys.modules), offered)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.split("\n")[0] == "True set() True", done.stdout
 
@@ -59,5 +59,5 @@ def test_torch_s_deprecations_of_what_deepspeed_calls_are_hidden_in_own_loops() 
     text = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
     code = f"import warnings, disco_ds.losses; warnings.warn({text!r}, FutureWarning)"
     command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

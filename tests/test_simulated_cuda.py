@@ -50,12 +50,12 @@ def run_cases(names: list[str], folder: Path, timeout_s: float) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_cases(STRAY + FAST, tmp_path_factory.mktemp("fast"), timeout_s=300)
+    return run_cases(STRAY + FAST, tmp_path_factory.mktemp("fast"), timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), timeout_s=600)
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), timeout_s=800)
 
 
 @pytest.mark.parametrize("name", FAST)

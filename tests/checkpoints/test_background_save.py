@@ -366,7 +366,7 @@ def test_kill_inside_a_write_leaves_only_what_resume_ignores(tmp_path: Path) -> 
     reached = context.Event()
     process = context.Process(target=write_and_hang, args=(tmp_path, reached))
     process.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     process.kill()
     process.join()
     assert find_latest(tmp_path).name == "step-00000001"
@@ -388,7 +388,7 @@ def remove_slowly(path: Path) -> None:
     rmtree = shutil.rmtree
 
     def remove(path: Any, **options: Any) -> None:
-        opened.append(gate.wait(20))
+        opened.append(gate.wait(300))
         rmtree(path, **options)
 
     def watch(run: Run, number: int) -> None:

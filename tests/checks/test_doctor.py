@@ -70,7 +70,7 @@ def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> N
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "disco_ds", "doctor", "--config", "quickstart"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1
     assert (

@@ -29,6 +29,7 @@ from helpers.shards import (
     tokenize,
     write_shards,
 )
+from helpers.waiting import wait_for
 
 
 def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
@@ -271,7 +272,7 @@ def die(texts: list[str]) -> torch.Tensor:
 
 
 def stall(texts: list[str]) -> torch.Tensor:
-    time.sleep(60)
+    time.sleep(600)
     return tokenize(texts)
 
 
@@ -303,15 +304,15 @@ def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
 
 
 def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None:
-    loader = make_loader(manifest, settings(workers=1, worker_timeout_s=5.0), tokenize=stall)
+    loader = make_loader(manifest, settings(workers=1, worker_timeout_s=12.0), tokenize=stall)
     data = read_step(loader)
     assert data.error is not None
-    assert "silent for 5 s (half of timeout_s) while reading 0000" in data.error
+    assert "silent for 12 s (half of timeout_s) while reading 0000" in data.error
     assert ".tar, entry " in data.error
-    assert data.wait_s >= 5
+    assert data.wait_s >= 12
     start = time.perf_counter()
     loader.close()
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 60
 
 
 def test_worker_that_dies_of_a_sample_names_it(manifest: Manifest) -> None:
@@ -331,7 +332,7 @@ def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> Non
     os.kill(loader.worker_pids[1], signal.SIGTERM)
     read_rank(loader, 1)
     os.kill(loader.worker_pids[1], signal.SIGKILL)
-    deadline = time.perf_counter() + 20
+    deadline = time.perf_counter() + 300
     while (data := read_step(loader)).error is None and time.perf_counter() < deadline:
         pass
     assert data.error is not None
@@ -352,7 +353,7 @@ if __name__ == "__main__":
     read_rank(loader, 1)
     print(*loader.worker_pids, flush=True)
     if sys.argv[2] == "stay":
-        time.sleep(60)
+        time.sleep(600)
 """
 
 
@@ -370,15 +371,12 @@ def test_workers_end_with_their_trainer(manifest: Manifest, tmp_path: Path, end:
         assert len(pids) == 1
         if end == "stay":
             trainer.kill()
-        assert trainer.wait(20) == (-9 if end == "stay" else 0)
+        assert trainer.wait(300) == (-9 if end == "stay" else 0)
     wait_until_gone(pids)
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.perf_counter() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.perf_counter() < deadline, pids
-        time.sleep(0.05)
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
 def is_running(pid: int) -> bool:

@@ -58,7 +58,7 @@ def test_transient_failures_are_tried_again(
 ) -> None:
     server.failures["/00001.tar"] = [503]
     url = server.url.replace("//", "//me:pass%20word@")
-    with open_cache(shards, url, tmp_path / "cache", timeout_s=1.0).open(1) as file:
+    with open_cache(shards, url, tmp_path / "cache", timeout_s=20.0).open(1) as file:
         assert file.read() == (shards.folder / "00001.tar").read_bytes()
     assert server.asked == {"/00001.tar": 2}
     assert server.authorizations[-1] == "Basic bWU6cGFzcyB3b3Jk"
@@ -113,7 +113,7 @@ def test_attempt_starts_over_after_a_broken_answer(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
     size = shards.shards[1].bytes
-    sent = fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5)
+    sent = fetch_broken(shards, server, tmp_path / "cache", timeout_s=20.0)
     assert sent == size + size // 4 + size // 2
     assert server.asked == {"/00001.tar": 3}
 
@@ -123,7 +123,7 @@ def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
 ) -> None:
     """If the download continued at the old offset, the file would be a mixture of two versions."""
     server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
-    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
+    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=20.0)
     changed = bytes(reversed((shards.folder / "00001.tar").read_bytes()))
 
     def change() -> None:
@@ -135,7 +135,7 @@ def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
     thread.start()
     with cache.open(1) as file:
         assert file.read() == changed
-    thread.join(20)
+    thread.join(300)
 
 
 def test_shard_that_is_cut_short_or_another_is_not_kept(
@@ -184,25 +184,27 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
     shards: Manifest, tmp_path: Path
 ) -> None:
     start, pids = time.monotonic(), tmp_path / "pids"
-    for command, words in (
+    for timeout_s, command, words in (
         (
+            0.3,
             f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait",
             r"nothing for 0.3 s \(a tenth of timeout_s\)",
         ),
         (
+            2.0,
             f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait",
-            r"not exit within 0.3 s \(a tenth of timeout_s\)",
+            r"not exit within 2 s \(a tenth of timeout_s\)",
         ),
-        (f"yes & echo $! >> {pids}; wait", r"[\d,]+ bytes .* manifest .*7;"),
+        (60.0, f"yes & echo $! >> {pids}; wait", r"[\d,]+ bytes .* manifest .*7;"),
     ):
         cache = ShardCache(
             [f"pipe:{command}"],
             [Shard("0.tar", 0, 7)],
-            fetching(tmp_path, tries=1, timeout_s=0.3),
+            fetching(tmp_path, tries=1, timeout_s=timeout_s),
         )
         with pytest.raises(DataError, match=words):
             cache.open(0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
     wait_for(lambda: not any(is_running(pid) for pid in pids.read_text().split()))
 
 
@@ -238,8 +240,8 @@ def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_ow
         shards.folder / "manifest.json",
         tmp_path / "cache",
         workers=1,
-        worker_timeout_s=2.0,
-        remote={"timeout_s": 1.2, "tries": 3},
+        worker_timeout_s=4.0,
+        remote={"timeout_s": 2.4, "tries": 3},
     )
     loader = make_loader(load_sources(data), data)
     start = time.monotonic()
@@ -294,7 +296,7 @@ def test_size_is_read_from_a_server_that_refuses_head() -> None:
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/0.tar?sig=x"
         try:
-            assert read_version(url, fetching(Path(), tries=1, timeout_s=5.0)).bytes == 12345
+            assert read_version(url, fetching(Path(), tries=1, timeout_s=60.0)).bytes == 12345
         finally:
             server.shutdown()
             thread.join()

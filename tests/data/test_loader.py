@@ -33,6 +33,7 @@ from helpers.shards import (
     tokenize,
     write_shards,
 )
+from helpers.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +199,7 @@ def test_micro_batches_are_read_while_the_step_runs(manifest: Manifest, tmp_path
         assert data.error is None
         (tmp_path / "open").touch()
         assert len(list(batches)) == 7
-        deadline = time.monotonic() + 60
-        while (tmp_path / "calls").stat().st_size < 2 * 24 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (tmp_path / "calls").stat().st_size >= 2 * 24
+        wait_for(lambda: (tmp_path / "calls").stat().st_size >= 2 * 24)
     finally:
         loader.close()
 

@@ -138,8 +138,8 @@ def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(
     assert not found
     server.halves.clear()
     server.resume.set()
-    reader.join(20)
-    ahead.join(20)
+    reader.join(300)
+    ahead.join(300)
     assert found == [(shards.folder / "00000.tar").read_bytes()]
 
 
@@ -158,7 +158,7 @@ def test_shard_that_is_just_complete_and_still_locked_is_waited_for(
         thread.start()
         time.sleep(0.3)
         assert thread.is_alive()
-    thread.join(20)
+    thread.join(300)
     assert server.asked == {"/00000.tar": 1, "/00001.tar": 1}
 
 
@@ -196,15 +196,15 @@ def test_small_source_beside_a_large_one_costs_no_time() -> None:
     order = mix_sources([[20], [100] * 1000], [0.5, 0.5], 512, seed=5, window=50)
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(ahead.find_wanted()) > 64
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_failure_ahead_is_one_attempt_and_the_reader_has_all_of_its_own(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=0.1)
+    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=20.0)
     server.failures["/00001.tar"] = [503, 503, 503]
     with pytest.raises(DataError, match="503"):
         cache.fetch_ahead(1)
@@ -220,12 +220,11 @@ def test_what_another_process_fetches_is_left_to_it(
     thread = threading.Thread(target=lambda: cache.open(1).close())
     thread.start()
     wait_for(lambda: server.asked["/00001.tar"] == 1)
-    start = time.monotonic()
     cache.fetch_ahead(1)
-    assert time.monotonic() - start < 1
+    assert thread.is_alive()
     server.halves.clear()
     server.resume.set()
-    thread.join(20)
+    thread.join(300)
     assert server.asked == {"/00001.tar": 1}
 
 
@@ -272,7 +271,7 @@ def test_progress_of_what_is_fetched_ahead_does_not_hide_a_reader_that_hangs(
             target=open_cache(shards, server.url, tmp_path / "cache").fetch_ahead, args=[2]
         )
         thread.start()
-        thread.join(20)
+        thread.join(300)
         assert server.asked["/00002.tar"] == 1
         assert shared[0] == before
     finally:

@@ -169,7 +169,7 @@ def test_shard_that_is_being_fetched_is_waited_for_and_has_its_room(
     server.halves.clear()
     server.resume.set()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert found == [(shards.folder / "00001.tar").read_bytes()] * 3
     assert server.asked == {"/00001.tar": 1}
     with cache.open(1), pytest.raises(CacheFullError):
@@ -208,10 +208,10 @@ def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
         process.send_signal(signal.SIGSTOP)
         server.halves.clear()
         server.resume.set()
-        thread.join(120)
+        thread.join(300)
         process.send_signal(signal.SIGCONT)
         try:
-            assert process.wait(120) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
     held[0].close()

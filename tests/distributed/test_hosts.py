@@ -33,7 +33,7 @@ QUICKSTART += [
 ]
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if value := condition():

@@ -51,7 +51,7 @@ def launch(name: str, ranks: int, *arguments: str) -> str:
         "PYTHONPATH": str(ROOT),
     }
     command += [str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

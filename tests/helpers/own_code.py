@@ -15,5 +15,5 @@ def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT))),
     }
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -63,7 +63,7 @@ def refused(config: Config, resume: str | None = None) -> str:
     start = time.monotonic()
     with ExitStack() as stack, pytest.raises(ValueError) as caught:
         build(config, resume, stack)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
     said = comm.gather_objects(str(caught.value))
     assert len(set(said)) == 1, said
     return said[0]

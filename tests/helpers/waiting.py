@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 300) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s} s"

@@ -28,7 +28,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, META, mark
 from helpers.cluster import words
 from helpers.tiny_run import recipe
 
-RANK = "import time; time.sleep(100)"
+RANK = "import time; time.sleep(300)"
 FRONT = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {rank!r}, "--local_rank=0", {word!r}], start_new_session={apart})
@@ -46,7 +46,7 @@ front = subprocess.Popen({command!r}, stdout=subprocess.PIPE, stderr=subprocess.
 _end_after({pid})
 """
 REAPED = (["sleep", "0.3"], "front.pid")
-ZOMBIE = (["sh", "-c", "sleep 0.3 & echo $!; exec sleep 5"], "int(front.stdout.readline())")
+ZOMBIE = (["sh", "-c", "sleep 0.3 & echo $!; exec sleep 60"], "int(front.stdout.readline())")
 """A process whose parent never reaps it, like the first process of some containers."""
 
 
@@ -55,10 +55,10 @@ def test_rank_with_many_open_files_ends_with_its_front_end(command: list[str], p
     start = time.monotonic()
     script = WATCH.format(command=command, pid=pid)
     done = subprocess.run(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=300, check=False
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert 0.3 < time.monotonic() - start < 5
+    assert 0.3 < time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_rank_with_many_open_files_ends_with_its_front_end(command: list[str], p
         ("", "sys.exit(0)", True, {0}),
         (
             "pdsh@here: host-2: ssh exited with exit code 255",
-            "import time; time.sleep(100)",
+            "import time; time.sleep(300)",
             False,
             {255},
         ),
@@ -97,11 +97,13 @@ def test_what_a_front_end_leaves_behind_is_ended(
     )
     start = time.monotonic()
     try:
-        assert run_once([sys.executable, "-c", script], [], word, Signals(), patience_s=60) == codes
+        assert (
+            run_once([sys.executable, "-c", script], [], word, Signals(), patience_s=300) == codes
+        )
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 150
     assert not [process for process in psutil.process_iter() if word in " ".join(words(process))]
     if says:
         assert f"{says}\ndisco-ds launch: host-2 is cut off\n" in capfd.readouterr().err

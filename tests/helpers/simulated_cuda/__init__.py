@@ -85,7 +85,7 @@ def build(folder: Path) -> Path:
     flags = ["-shared", "-fPIC", "-O1", "-Werror", f"-Wl,-soname,{library.name}"]
     include = [f"-I{folder}" for folder in find_headers()]
     command = ["gcc", *flags, *include, "-o", str(library), str(HERE / "cuda_stub.c")]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return library
 
 
