@@ -29,7 +29,7 @@ from helpers.shards import (
     tokenize,
     write_shards,
 )
-from helpers.waiting import wait_for
+from helpers.waiting import wait_until_gone
 
 
 def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
@@ -373,14 +373,3 @@ def test_workers_end_with_their_trainer(manifest: Manifest, tmp_path: Path, end:
             trainer.kill()
         assert trainer.wait(300) == (-9 if end == "stay" else 0)
     wait_until_gone(pids)
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

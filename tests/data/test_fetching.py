@@ -3,7 +3,6 @@
 import http.server
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from disco_ds.data.sources.shards import find_shards
 from helpers.machine import many_open_files
 from helpers.remote import ALL, fetching, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
-from helpers.waiting import wait_for
+from helpers.waiting import wait_for, wait_until_gone
 from helpers.web import Server, serve
 
 
@@ -205,14 +204,7 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
         with pytest.raises(DataError, match=words):
             cache.open(0)
     assert time.monotonic() - start < 300
-    wait_for(lambda: not any(is_running(pid) for pid in pids.read_text().split()))
-
-
-def is_running(pid: str) -> bool:
-    """Return whether a process runs. A zombie, which has ended but was not reaped, does not."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    return False
+    wait_until_gone([int(pid) for pid in pids.read_text().split()])
 
 
 def test_body_of_unknown_or_excessive_length_is_refused(

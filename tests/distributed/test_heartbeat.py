@@ -1,12 +1,12 @@
 """Heartbeats of ranks of which one is killed or suspended: every other rank ends in time and names the lost rank."""
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat
-from helpers.dist import free_port, start_server
+from helpers.dist import start_ranks
 from helpers.machine import many_open_files
 from helpers.waiting import sleep_for_ever, wait_for
 
 SIZE = 3
 FAULTY = 1
 LOST_AFTER_S = 3.0
+SLACK_S = 20
 TIMEOUT_S = {"hangs": 2 * LOST_AFTER_S} | dict.fromkeys(
     ("all hang", "all block", "fine"), LOST_AFTER_S
 )
@@ -76,21 +77,13 @@ class Ranks:
     def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
         self.folder = folder / (kind or "steps")
         self.folder.mkdir()
-        start_server()
-        context = multiprocessing.get_context("forkserver")
-        self.port = free_port()
-        self.processes = [
-            context.Process(target=enter, args=(number, self.port, self.folder, kind, lost_after_s))
-            for number in range(SIZE)
-        ]
-        for process in self.processes:
-            process.start()
+        self.resources = ExitStack()
+        ranks = start_ranks(enter, SIZE, self.folder, kind, lost_after_s)
+        self.processes = self.resources.enter_context(ranks)
         self.since = 0.0
 
     def wait_ready(self) -> None:
-        wait_for(
-            lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)), 120
-        )
+        wait_for(lambda: all((self.folder / f"{n}.ready").exists() for n in range(SIZE)))
 
     def send(self, number: int, *ranks: int) -> None:
         self.wait_ready()
@@ -101,12 +94,7 @@ class Ranks:
     def log(self, number: int) -> str:
         return (self.folder / f"{number}.log").read_text()
 
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
+    def said(self, number: int, within_s: float = LOST_AFTER_S + SLACK_S) -> str:
         """Wait until rank `number` stops by itself, and fail if it does not. Return its log line with the reason."""
         process = self.processes[number]
         process.join(max(self.since + within_s - time.monotonic(), 0))
@@ -119,7 +107,9 @@ class Ranks:
     def stacks(self, number: int) -> str:
         return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
 
-    def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
+    def check_named(
+        self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + SLACK_S
+    ) -> None:
         """Check that all other ranks stop with an error that names the faulty rank, its host and last step."""
         for number in set(range(SIZE)) - {faulty}:
             said = self.said(number, within_s)
@@ -129,7 +119,7 @@ class Ranks:
 
 def check_fine(group: Ranks) -> None:
     for process in group.processes:
-        process.join(20)
+        process.join(300)
     assert [process.exitcode for process in group.processes] == [0] * SIZE
     assert not any(group.log(number) for number in range(SIZE))
 
@@ -145,7 +135,7 @@ def check_frozen(group: Ranks) -> None:
 
 def check_hung(group: Ranks) -> None:
     """Check that the hung rank is named, and that it writes the stack of the call in which it hangs."""
-    within_s = 2 * LOST_AFTER_S + 5
+    within_s = 2 * LOST_AFTER_S + SLACK_S
     group.check_named(FAULTY, "last step 10, reading", "the others have waited ", within_s=within_s)
     assert f"for rank {FAULTY} on " in group.said(FAULTY, within_s)
     assert "misbehave" in group.stacks(FAULTY)
@@ -155,7 +145,7 @@ def check_hung(group: Ranks) -> None:
 def check_interrupted(group: Ranks) -> None:
     """Check Ctrl-C before the run has installed its signal handler, while some ranks may wait in a collective."""
     for process in group.processes:
-        process.join(10)
+        process.join(300)
         assert process.exitcode == 1
     assert "KeyboardInterrupt" in group.log(FAULTY)
 
@@ -170,7 +160,7 @@ def check_all_hung(group: Ranks) -> None:
 def check_blocked(group: Ranks) -> None:
     """Check that ranks whose Python threads are blocked end and print their stacks. They cannot name a rank."""
     for number, process in enumerate(group.processes):
-        process.join(max(group.since + 2 * LOST_AFTER_S + 5 - time.monotonic(), 0))
+        process.join(max(group.since + 2 * LOST_AFTER_S + SLACK_S - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, group.log(number))
         assert "Timeout (0:00:03)!" in group.log(number)
         assert "in misbehave" in group.log(number)
@@ -218,7 +208,7 @@ def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Pa
             CASES[kind][1](group)
     finally:
         for group in groups.values():
-            group.end()
+            group.resources.close()
 
 
 def test_ranks_are_joined_in_words() -> None:
@@ -236,9 +226,9 @@ def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
     try:
         group.send(signal.SIGSTOP, FAULTY)
         group.send(signal.SIGTERM, 0)
-        group.check_named(FAULTY, SILENT, within_s=HURRY_S + 8)
+        group.check_named(FAULTY, SILENT, within_s=HURRY_S + SLACK_S)
     finally:
-        group.end()
+        group.resources.close()
 
 
 @pytest.mark.slow
@@ -247,14 +237,14 @@ def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path:
     try:
         group.send(signal.SIGTERM, 0, 2)
         for number in range(SIZE):
-            wait_for((group.folder / f"{number}.saves").exists, 60)
+            wait_for((group.folder / f"{number}.saves").exists)
         group.send(signal.SIGTERM, 0, 2)  # launchers repeat it
         group.send(signal.SIGSTOP, FAULTY)  # as if a file system blocked the whole process
         time.sleep(HURRY_S + 8)
         group.send(signal.SIGCONT, FAULTY)
         (group.folder / "saved").touch()
         for process in group.processes:
-            process.join(60)
+            process.join(300)
         assert [process.exitcode for process in group.processes] == [0] * SIZE
     finally:
-        group.end()
+        group.resources.close()

@@ -1,6 +1,5 @@
 """Heartbeats in training and in an evaluation: the error names the lost rank and the phase in which it was lost."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ import torch
 from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings
 from disco_ds.models.clip import build_model
-from helpers.dist import become_rank, free_port, start_server
+from helpers.dist import become_rank, start_ranks
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
 from helpers.trained import write_run
@@ -55,25 +54,13 @@ def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None
 
 @pytest.mark.slow
 def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
-    start_server()
     name = write_tiny(tmp_path, BPE_SIZE)
     model = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    ranks = [
-        context.Process(target=die_in_evaluation, args=(number, port, tmp_path, model))
-        for number in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    try:
+    with start_ranks(die_in_evaluation, 2, tmp_path, model) as ranks:
         for process in ranks:
-            process.join(100)
+            process.join(300)
         log = (tmp_path / "0.log").read_text()
         assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL], log
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
     assert (
         f"rank 0 stops: rank 1 on {socket.gethostname()} (last step 0, evaluating) has sent no heartbeat"
         in log
@@ -82,23 +69,11 @@ def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
-    start_server()
-    context, port, path = multiprocessing.get_context("forkserver"), free_port(), recipe(tmp_path)
-    ranks = [
-        context.Process(target=hang_in_forward, args=(number, port, tmp_path, path))
-        for number in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    try:
+    with start_ranks(hang_in_forward, 2, tmp_path, recipe(tmp_path)) as ranks:
         for process in ranks:
-            process.join(150)
+            process.join(300)
         logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
         assert [process.exitcode for process in ranks] == [1, 1], logs
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
     for log in logs:
         assert f"for rank 1 on {socket.gethostname()} (last step 1, forward)" in log
     stacks = [

@@ -5,8 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from helpers.dist import free_port, run_ranks
 from helpers.launched import SAME, records
 from helpers.minimal import settings
 from helpers.paths import ROOT
+from helpers.waiting import wait_for
 
 BIN = Path(sys.executable).parent
 QUICKSTART = ["--config", "quickstart", "samples=null", "global_batch=128", "micro_batch=64"]
@@ -31,15 +30,6 @@ QUICKSTART += [
     "checkpoint.every_steps=0",
     "eval.labeled={}",
 ]
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    pytest.fail(f"waited {timeout_s} s for {what}")
 
 
 # Hostfiles and environment files
@@ -264,9 +254,9 @@ def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(
             process = cluster.start(
                 command, folder=tmp_path, stdout=log, stderr=log, start_new_session=True
             )
-        wait_for(lambda: records(tmp_path / "runs" / "quickstart"), "the first step")
+        wait_for(lambda: records(tmp_path / "runs" / "quickstart"))
         os.killpg(process.pid, signal.SIGINT)
-        wait_for(lambda: inside.poll() is not None, "the other host's job to end", 60)
+        wait_for(lambda: inside.poll() is not None)
         process.wait(timeout=60)
         assert outside.poll() is None
         outside.kill()
@@ -313,8 +303,7 @@ def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(
                 lambda: (
                     sum(process.cmdline() == ["sleep", "200"] for process in marked(marker)) == 2
                 ),
-                "both sleeps",
             )
             ended.send_signal(number)
             assert ended.wait(timeout=60) == code
-        wait_for(lambda: not marked(marker), "every process to end", 10)
+        wait_for(lambda: not marked(marker), 60)  # less than the sleeps take

@@ -9,7 +9,7 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -63,6 +63,25 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@contextlib.contextmanager
+def start_ranks(function: Callable[..., None], size: int, *args: Any) -> Iterator[list[Any]]:
+    """Start `size` processes that call function(number, port, *args), and kill at the end those that are left.
+
+    The function makes its process a rank (see become_rank). Unlike the ranks of run_ranks, it may end in any way.
+    """
+    start_server()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=function, args=(number, port, *args)) for number in range(size)]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def start_server() -> None:
@@ -144,7 +163,7 @@ def _enter(
 
 
 def become_rank(number: int, port: int, log: Path) -> None:
-    """Make this process one of two ranks, and redirect its output to `log`. For processes not from run_ranks."""
+    """Make this process one of two ranks, and redirect its output to `log`. For processes of start_ranks."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
-from helpers.dist import become_rank, free_port
+from helpers.dist import become_rank, free_port, start_ranks
 from helpers.paths import ROOT
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
@@ -168,27 +167,17 @@ def train_without_launcher(folder: Path, arguments: list[str]) -> None:
 
 def train_until_killed(folder: Path, arguments: list[str], name: str, step: int) -> Path:
     """Train on two ranks without a launcher, kill rank 1 with SIGKILL after a step, and return the run folder."""
-    run, port = folder / "runs" / name, free_port()
-    context = multiprocessing.get_context("forkserver")
-    given = (port, folder, arguments)
-    ranks = [context.Process(target=_train_alone, args=(number, *given)) for number in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        (folder / "log.txt").touch()
+    run = folder / "runs" / name
+    (folder / "log.txt").touch()
+    with start_ranks(_train_alone, 2, folder, arguments) as ranks:
         wait_for(
             lambda: any(run.glob("checkpoints/step-*")) and records(run)[-1]["step"] >= step,
             f"step {step}",
             folder,
-            120,
         )
         ranks[1].kill()
-        ranks[0].join(30)  # it notices that rank 1 is lost, and ends
+        ranks[0].join(300)  # it notices that rank 1 is lost, and ends
         assert ranks[0].exitcode == 1
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
     assert not (run / "finished.json").exists()
     return run
 

@@ -3,7 +3,6 @@
 DISCO_DS_TEST_RANKS=64 sets the number of ranks to 64, and to 48 after the resume. `pytest -rP` prints the times.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
-from helpers.dist import free_port, run_ranks, start_server
+from helpers.dist import run_ranks, start_ranks
 from helpers.tiny_run import recipe
 
 RANKS = int(os.environ.get("DISCO_DS_TEST_RANKS", "8"))
@@ -116,21 +115,10 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     readers = Counter(Path(name).name for _, names in results for name in names)
     assert {name for name, count in readers.items() if count > 3} == {"rank_00000.pt"}
     # The survivors name the rank that is killed.
-    start_server()
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    ranks = [
-        context.Process(target=die, args=(number, port, tmp_path, path)) for number in range(FEWER)
-    ]
-    for process in ranks:
-        process.start()
-    try:
+    with start_ranks(die, FEWER, tmp_path, path) as ranks:
         for process in ranks:
             process.join(600)
         assert sorted({process.exitcode for process in ranks}) == [-signal.SIGKILL, 1]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
     seconds = time.time() - float((tmp_path / "killed").read_text())
     print(f"{FEWER} ranks: all had ended {seconds:.1f} s after rank {MIDDLE} was killed")
     for number in set(range(FEWER)) - {MIDDLE}:

@@ -1,10 +1,7 @@
 """Runs that run out of GPU memory: the message and the exit code of each rank."""
 
-import multiprocessing
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.comm import is_out_of_memory
-from helpers.dist import become_rank, free_port, start_server
+from helpers.dist import become_rank, start_ranks
 from helpers.tiny_run import expect, recipe
 
 TEXT = (
@@ -61,30 +58,11 @@ def enter(
     )
 
 
-@contextmanager
-def running(folder: Path, phase: str, faulty: tuple[int, ...]) -> Iterator[list[Any]]:
-    start_server()
-    port, path = free_port(), folder / "tiny.yaml"
-    context = multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=enter, args=(number, port, folder, path, phase, faulty))
-        for number in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-
-
 def run_out(folder: Path, phase: str, faulty: tuple[int, ...]) -> list[str]:
     """Run two ranks, of which those in `faulty` run out of memory in this phase. Return the output of each rank."""
-    with running(folder, phase, faulty) as ranks:
+    with start_ranks(enter, 2, folder, folder / "tiny.yaml", phase, faulty) as ranks:
         for process in ranks:
-            process.join(120)
+            process.join(300)
         logs = [(folder / f"{phase}-{number}.log").read_text() for number in range(2)]
         assert [process.exitcode for process in ranks] == [1, 1], logs
     assert not any("Traceback" in logs[number] for number in faulty), logs
