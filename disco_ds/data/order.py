@@ -47,7 +47,7 @@ from disco_ds.data.errors import DataError
 
 SLOTS = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Candidates for the default number of slots, chosen to be divisible by common world sizes."""
-IDS_PER_SHARD = 2**24
+_IDS_PER_SHARD = 2**24
 """Number of sample ids that are reserved for each uncounted shard, because its number of samples is unknown."""
 
 # Keys that keep different uses of random numbers independent.
@@ -225,31 +225,40 @@ class WholeShards:
 
 
 _permute_shards = lru_cache(64)(keyed_permutation)
-Order = DataOrder | WholeShards
-"""The order in which each slot reads the samples of one source."""
 
 
 class Mixture:
     """The combined order of one or more sources. The methods refer to a source by its index in `orders`.
 
     Args:
-        orders: The order of each source.
-        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of each
-            source follow those of the previous source.
+        sizes: For each source, the number of samples in each of its shards. The sample ids of each source follow those
+            of the previous source.
         weights: Weight of each source. Only the ratios of the weights matter.
         num_slots: Number of slots.
-        seed: Seed of the mixture.
+        seed: Seed of the order.
+        window: Number of consecutive entries that a slot shuffles together. None: the samples are not counted, and
+            every slot reads whole shards.
     """
 
     def __init__(
         self,
-        orders: Sequence[Order],
         sizes: Sequence[Sequence[int]],
         weights: Sequence[float],
         num_slots: int,
         seed: int,
+        window: int | None,
     ) -> None:
-        self.orders = orders
+        # Each source has a different seed, so that sources of equal size are not shuffled identically. The first source
+        # keeps `seed` itself, so that its order is the same as if it were the only source.
+        seeds = [seed, *(keyed_int(seed, _SEED, number) for number in range(1, len(sizes)))]
+        self.orders: list[DataOrder | WholeShards] = [
+            WholeShards(len(part), num_slots, source_seed)
+            if window is None
+            else DataOrder(part, num_slots, source_seed, window)
+            for part, source_seed in zip(sizes, seeds, strict=True)
+        ]
+        if window is None:
+            sizes = [[_IDS_PER_SHARD] * len(part) for part in sizes]
         self._num_slots = num_slots
         self._seed = seed
         # The bounds between sources are 64-bit integers, so that the choice of a sample's source does not depend on how
@@ -294,29 +303,3 @@ class Mixture:
     def sample_id(self, source: int, shard: int, entry: int) -> int:
         """Return the id of a sample."""
         return int(self._first_id[self._first_shard[source] + shard]) + entry
-
-
-def mix_sources(
-    sizes: Sequence[Sequence[int]],
-    weights: Sequence[float],
-    num_slots: int,
-    seed: int,
-    window: int,
-) -> Mixture:
-    """Return the combined order of sources whose samples are counted.
-
-    Args:
-        sizes: For each source, the number of samples in each of its shards.
-        weights: Weight of each source.
-        num_slots: Number of slots.
-        seed: Seed of the order.
-        window: Number of consecutive entries that a slot shuffles together.
-    """
-    # Each source has a different seed, so that sources of equal size are not shuffled identically. The first source
-    # keeps `seed` itself, so that its order is the same as if it were the only source.
-    seeds = [seed, *(keyed_int(seed, _SEED, number) for number in range(1, len(sizes)))]
-    orders = [
-        DataOrder(part, num_slots, source_seed, window)
-        for part, source_seed in zip(sizes, seeds, strict=True)
-    ]
-    return Mixture(orders, sizes, weights, num_slots, seed)

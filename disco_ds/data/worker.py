@@ -43,7 +43,7 @@ from disco_ds.data.errors import (
 )
 from disco_ds.data.order import Cursor, Entry, Mixture
 from disco_ds.data.samples import InputSpec, Sample, SampleKey, find_prepare
-from disco_ds.data.sources.base import Reader, Source
+from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.cache import FetchAhead
 from disco_ds.data.sources.fetching import progress
 from disco_ds.data.sources.selection import Selection
@@ -103,14 +103,18 @@ class _OpenSource:
         self.settings = spec.settings.per_source[number]
         self._prepare = find_prepare(source)
         self._selection = Selection(self.settings)
-        self.reader: Reader = source.open(len(spec.own_slots), self.settings.window)
+        self.reader: Any = source.open(len(spec.own_slots), self.settings.window)
+
+    def count(self, shard: int) -> int:
+        """Return the number of samples in a shard that is not counted."""
+        return read_patiently(self.reader.count, self.settings.retry_s, shard)
 
     def read(self, shard: int, entry: int, key: SampleKey) -> Sample:
         """Read and prepare a sample."""
-        patience_s = self.settings.retry_s
         with breaks_sample(OSError):
-            read = self._selection.read
-            members = read_patiently(read, patience_s, self.reader, shard, entry)
+            members = read_patiently(
+                self._selection.read, self.settings.retry_s, self.reader, shard, entry
+            )
         try:
             return self._prepare(members, key, self.settings, self._inputs)
         except DataError as error:
@@ -128,7 +132,11 @@ class _StreamReader:
             for slot in spec.own_slots
             for stream in spec.order.streams(slot)
         }
-        self._entries = {stream: self._list_entries(stream) for stream in self.cursor}
+        self._entries: dict[int, Iterator[Entry]] = {}
+        for stream, start in self.cursor.items():
+            number, slot = spec.order.split(stream)
+            order, source = spec.order.orders[number], self._sources[number]
+            self._entries[stream] = order.entries(slot, start, source.count)
         self._num_read = 0
         """Number of samples that were read and not dropped."""
         self._visited = set[tuple[int, int]]()
@@ -137,16 +145,6 @@ class _StreamReader:
         """Describes each broken sample by (source, shard, entry). A later epoch reads it again."""
         self._damaged: dict[tuple[int, int], str] = {}
         """Describes each damaged shard by (source, shard)."""
-
-    def _list_entries(self, stream: int) -> Iterator[Entry]:
-        number, slot = self._spec.order.split(stream)
-        source = self._sources[number]
-        reader: Any = source.reader
-
-        def count_entries(shard: int) -> int:
-            return read_patiently(reader.count, source.settings.retry_s, shard)
-
-        return self._spec.order.orders[number].entries(slot, self.cursor[stream], count_entries)
 
     def close(self) -> None:
         """Close all files."""
@@ -165,7 +163,6 @@ class _StreamReader:
                 for name, array in batch.items():
                     array[q - start] = sample[name]
         spec.at[:3] = -1, -1, -1
-        spec.ahead.move(dict(self.cursor))
         return report
 
     def next(self, stream: int, report: Report) -> Sample:
@@ -249,8 +246,7 @@ def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[R
     """
     buffers = cycle(spec.batches.buffers)
     with closing(_StreamReader(spec)) as reader:
-        spec.ahead.move(dict(reader.cursor))
-        spec.ahead.start()
+        spec.ahead.start(reader.cursor)
         for start in count(spec.first_sample, spec.share.micro_batch):
             wait()
             yield reader.fill(start, next(buffers))

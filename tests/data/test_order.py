@@ -9,7 +9,7 @@ from torch import Tensor
 
 from disco_ds.data import Source
 from disco_ds.data.counter_rng import keyed_float, keyed_permutation, keyed_uniform, random_key
-from disco_ds.data.order import DataOrder, mix_sources
+from disco_ds.data.order import DataOrder, Mixture
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
 
@@ -66,7 +66,7 @@ def test_order_differs_between_epochs_and_slots() -> None:
 
 
 def test_order_ids_are_contiguous_in_manifest_order() -> None:
-    order = mix_sources([[3, 4], [2]], [1.0, 1.0], 1, seed=0, window=8)
+    order = Mixture([[3, 4], [2]], [1.0, 1.0], 1, seed=0, window=8)
     entries = [(0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 3), (1, 0, 1)]
     assert [order.sample_id(*entry) for entry in entries] == [0, 2, 3, 6, 8]
 

@@ -13,7 +13,7 @@ from disco_ds.checkpoints.resume import identity_of, refuse_changes
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Source, load_sources, merge_states
-from disco_ds.data.order import mix_sources
+from disco_ds.data.order import Mixture
 from helpers.minimal import MINIMAL
 from helpers.shards import color, make_loader, read_global, read_step, settings, write_shards
 
@@ -184,7 +184,7 @@ def test_settings_that_make_no_sense_are_refused(data: dict[str, Any], words: st
 
 def test_mixture_is_even_in_every_slot_and_over_them() -> None:
     weights = [1.0, 5.0, 0.5]
-    mixture = mix_sources([[50], [70, 7], [900]], weights, 64, seed=3, window=9)
+    mixture = Mixture([[50], [70, 7], [900]], weights, 64, seed=3, window=9)
     total = Counter()
     for slot in range(64):
         chosen = [mixture.stream(slot, number) for number in range(1000)]
@@ -202,7 +202,7 @@ def test_mixture_is_even_in_every_slot_and_over_them() -> None:
 
 
 def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
-    mixture = mix_sources([[3], [100]], [1.0, 1.0], 8, seed=0, window=4)
+    mixture = Mixture([[3], [100]], [1.0, 1.0], 8, seed=0, window=4)
     order = mixture.orders[0]
     read = Counter()
     for slot in range(8):

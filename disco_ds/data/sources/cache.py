@@ -199,11 +199,9 @@ class ShardCache:
             for path in sorted(shards, key=lambda path: shards[path].st_mtime_ns):
                 if used + need <= limit:
                     break
-                size = shards[path].st_size
-                if _evict(path):
-                    used -= size
-                elif _is_being_fetched(path):
-                    coming += size
+                freed, fetching = _evict(path, shards[path].st_size)
+                used -= freed
+                coming += fetching
             if used + need <= limit:
                 file.truncate(need)
                 return True
@@ -271,21 +269,21 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
     return False
 
 
-def _evict(path: Path) -> bool:
-    """Remove a file unless a process has locked it. Return whether it was removed."""
+def _evict(path: Path, size: int) -> tuple[int, int]:
+    """Remove a file of `size` bytes unless a process has locked it.
+
+    Returns:
+        How many bytes this freed, and how many can be freed once another process has fetched the shard.
+    """
     with suppress(OSError), path.open("rb") as file:
+        # The process that fetches a shard does not share its lock, as readers do.
+        if not _try_lock(file, fcntl.LOCK_SH):
+            return 0, size
         # The file may have been renamed or removed before it was locked, and another file created at its path.
         if _try_lock(file, fcntl.LOCK_EX) and _is_at(file, path):
             path.unlink()
-            return True
-    return False
-
-
-def _is_being_fetched(path: Path) -> bool:
-    """Return whether a process fetches this shard. It does not share its lock, as readers do."""
-    with suppress(OSError), path.open("rb") as file:
-        return not _try_lock(file, fcntl.LOCK_SH)
-    return False
+            return size, 0
+    return 0, 0
 
 
 def _try_lock(file: BinaryIO, mode: int) -> bool:
@@ -312,28 +310,27 @@ class FetchAhead:
     least: int
     """Minimum number of shards to prefetch for every stream, in addition to those that it is reading. If it is 0,
     nothing is prefetched."""
-    _cursor: Cursor = field(default_factory=dict)
     _not_before: dict[SourceShard, float] = field(default_factory=dict)
     """The time before which each shard is skipped; infinity if it was fetched or is being fetched."""
 
-    def start(self) -> None:
-        """Start the threads if a source has anything to prefetch. They end with the process."""
+    def start(self, cursor: Cursor) -> None:
+        """Start the threads if a source has anything to prefetch. They end with the process.
+
+        Args:
+            cursor: The position of each stream. The thread that reads the samples keeps it up to date.
+        """
         if self.least and any(source.open_fetcher() for source in self.sources):
             lock = threading.Lock()
             for _ in range(_THREADS):
-                threading.Thread(target=self._run, args=[lock], daemon=True).start()
+                threading.Thread(target=self._run, args=[cursor, lock], daemon=True).start()
 
-    def move(self, cursor: Cursor) -> None:
-        """Set the position of the streams. The reading thread calls this."""
-        self._cursor = cursor
-
-    def find_wanted(self) -> list[SourceShard]:
+    def find_wanted(self, cursor: Cursor) -> list[SourceShard]:
         """List the shards that the streams are reading or need next, the most urgent first."""
         needed: dict[SourceShard, float] = {}
-        for stream, cursor in self._cursor.items():
+        for stream, position in cursor.items():
             source, _ = self.order.split(stream)
             beyond, reached = 0, 0.0
-            for away, shard in self.order.upcoming(stream, *cursor):
+            for away, shard in self.order.upcoming(stream, *position):
                 # The shards of a window are needed together, so stop only between windows.
                 if away > reached and beyond >= self.least:
                     break
@@ -342,9 +339,9 @@ class FetchAhead:
                 reached = away
         return sorted(needed, key=lambda shard: (needed[shard], shard))
 
-    def _claim(self) -> SourceShard | None:
+    def _claim(self, cursor: Cursor) -> SourceShard | None:
         """Choose the most urgent shard, and mark it as being fetched. Return None if no shard needs to be fetched."""
-        wanted = self.find_wanted()
+        wanted = self.find_wanted(cursor)
         self._not_before = {shard: self._not_before.get(shard, 0) for shard in wanted}
         for shard in wanted:
             if time.monotonic() >= self._not_before[shard]:
@@ -352,11 +349,11 @@ class FetchAhead:
                 return shard
         return None
 
-    def _run(self, lock: threading.Lock) -> None:
+    def _run(self, cursor: Cursor, lock: threading.Lock) -> None:
         fetchers = [source.open_fetcher() for source in self.sources]
         while True:
             with lock:
-                claimed = self._claim()
+                claimed = self._claim(cursor)
             if claimed is None:
                 time.sleep(_IDLE_S)
                 continue

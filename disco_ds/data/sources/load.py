@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from disco_ds.config.data import DataSettings, is_remote
-from disco_ds.data.order import IDS_PER_SHARD, SLOTS, Mixture, WholeShards, mix_sources
+from disco_ds.data.order import SLOTS, Mixture
 from disco_ds.data.samples import SyntheticSource
 from disco_ds.data.sources.base import Source, digest
 from disco_ds.data.sources.cache import DISK_SHARE, find_limit
@@ -199,11 +199,8 @@ def sum_bytes(
 def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:
     """Return the order of the samples of all sources."""
     sizes = [source.sizes for source in sources]
-    if settings.index == "none":
-        (shards,) = sizes
-        order = WholeShards(len(shards), num_slots, seed)
-        return Mixture([order], [[IDS_PER_SHARD] * len(shards)], [1.0], num_slots, seed)
-    return mix_sources(sizes, _weigh(settings, sources), num_slots, seed, settings.window)
+    window = None if settings.index == "none" else settings.window
+    return Mixture(sizes, _weigh(settings, sources), num_slots, seed, window)
 
 
 def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
