@@ -19,7 +19,7 @@ from disco_ds.config import Config, DataSettings, make_schedule
 from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
-from disco_ds.data.samples import Sample, SampleKey, find_prepare
+from disco_ds.data.samples import Sample, SampleKey, prepare
 from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import find_stored
@@ -152,7 +152,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
         captions[:] = texts
         return spec.tokenize(texts)
 
-    prepare, selection = find_prepare(source), Selection(data)
+    selection = Selection(data)
     noting = replace(spec, tokenize=tokenize)
     padding = spec.tokenize([""])[0, -1]
     first_ids = list(accumulate(source.sizes, initial=first.sample_id))

@@ -35,7 +35,7 @@ from disco_ds.data.errors import (
     DroppedSample,
     refuse_broken,
 )
-from disco_ds.data.images import augment, decode_image, find_image, resize_for_evaluation
+from disco_ds.data.images import augment, decode_for_evaluation, find_image
 from disco_ds.data.samples import InputSpec, decode_crop
 from disco_ds.data.sequential import read_in_threads, read_labels
 from disco_ds.data.sources.base import Source, digest
@@ -142,9 +142,9 @@ class Embedder:
                 shard = int(np.searchsorted(ends, index, side="right"))
                 entry = int(index - ends[shard]) + manifest.sizes[shard]
                 members = selection.read(reader, shard, entry)
-                image = decode_image(find_image(members, settings.image_key), settings.max_pixels)
-                caption = list_captions(settings.captions, members)[0]
-                yield resize_for_evaluation(image, self.spec.image), caption, f"{scores[index]:.4f}"
+                picture = find_image(members, settings.image_key)
+                image = decode_for_evaluation(picture, settings.max_pixels, self.spec.image)
+                yield image, list_captions(settings.captions, members)[0], f"{scores[index]:.4f}"
 
     def _record(self, folder: Path, source: Source) -> None:
         """Record the teacher, the data and the settings in the folder.
@@ -196,8 +196,7 @@ class Embedder:
             keys = [find_view_key(picture, view) for view in range(self.views or 0)]
             images = [decode_crop(picture, settings, spec.image, key) for key in keys]
             if self.score or not keys:
-                image = decode_image(picture, settings.max_pixels)
-                images.append(resize_for_evaluation(image, spec.image))
+                images.append(decode_for_evaluation(picture, settings.max_pixels, spec.image))
             tokens = spec.tokenize([shorten_caption(text) for text in captions])
             fields = dict(json.loads(raw["json"])) if self.score and "json" in raw else None
             return _Inputs(name, {**raw}, torch.stack(images), keys, tokens, fields)
@@ -208,8 +207,8 @@ class Embedder:
 
     def _embed_all(
         self, inputs: Iterator[_Inputs | BrokenSample], total: int
-    ) -> Iterator[tuple[str, Members] | None]:
-        """Yield the name and all members of each sample, in order; None if the sample is left out."""
+    ) -> Iterator[_Inputs | BrokenSample]:
+        """Yield the samples in order, with the new members added; a BrokenSample is left out of the shard."""
         num_read = 0
         broken: list[str] = []
         num = max(1, self.batch // max(self.views or 0, 1))
@@ -224,10 +223,7 @@ class Embedder:
                         logger.warning("left out: %s", item)
                         most = self.settings.max_broken
                         refuse_broken("samples are broken", broken, num_read, most)
-                    if isinstance(item, _Inputs):
-                        yield item.name, item.members
-                    else:
-                        yield None
+                    yield item
 
     @torch.no_grad()
     def _embed(self, samples: Sequence[_Inputs]) -> None:
@@ -242,8 +238,8 @@ class Embedder:
         views = self.views or 0
         images = torch.stack([sample.images for sample in samples]).to(device)
         texts = torch.cat([sample.tokens for sample in samples]).to(device)
-        whole = self._encode(0, images[:, views:].flatten(0, 1))
-        crops = whole
+        if self.score or not views:
+            whole = crops = self._encode(0, images[:, views])
         if views:
             keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
             cropped = augment(images[:, :views].flatten(0, 1), keys, self.settings.augment)
@@ -263,32 +259,32 @@ class Embedder:
 
     def _encode(self, side: int, rows: Tensor) -> Tensor:
         """Return the embeddings of images (side 0) or texts (side 1) on the CPU, in fp32."""
-        parts = rows.split(self.batch) if len(rows) else ()
-        name = ("image", "text")[side]
-        embeddings = [self.model(**{name: part})[side].float().cpu() for part in parts]
-        if not all(part.isfinite().all() for part in embeddings):
+        name, parts = ("image", "text")[side], rows.split(self.batch)
+        embeddings = torch.cat([self.model(**{name: part})[side].float().cpu() for part in parts])
+        if not embeddings.isfinite().all():
             raise DataError("the teacher's embeddings are not finite; try deepspeed={} for fp32")
-        return torch.cat(embeddings) if embeddings else rows
+        return embeddings
 
 
-def _write_shard(path: Path, samples: Iterable[tuple[str, Members] | None]) -> None:
+def _write_shard(path: Path, samples: Iterable[_Inputs | BrokenSample]) -> None:
     """Write a shard under a temporary name, and rename it when it is complete.
 
     Args:
         path: The shard.
-        samples: The name and the members of each sample. None is passed over.
+        samples: The samples. A BrokenSample is passed over.
     """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         with webdataset.TarWriter(file, encoder=False, keep_meta=True, mtime=0) as tar:
-            for number, (name, members) in enumerate(filter(None, samples)):
-                if bad := [member for member in members if not _NAME.fullmatch(member)]:
+            kept = (sample for sample in samples if isinstance(sample, _Inputs))
+            for number, sample in enumerate(kept):
+                if bad := [name for name in sample.members if not _NAME.fullmatch(name)]:
                     raise DataError(
                         f"{bad[0]!r}, the name of a column or member, cannot be a file extension in a tar shard; "
                         "rename it, for example in lower case"
                     )
-                key = name.partition(".tar/")[2] or f"{number:06d}"
-                tar.write({"__key__": key, **members})
+                key = sample.name.partition(".tar/")[2] or f"{number:06d}"
+                tar.write({"__key__": key, **sample.members})
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

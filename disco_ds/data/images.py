@@ -146,15 +146,17 @@ def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
     return torch.from_numpy(np.array(decode_image(data, max_pixels))).permute(2, 0, 1)
 
 
-def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
-    """Resize an image with open_clip's evaluation transform, which also crops or pads it if necessary.
+def decode_for_evaluation(data: Picture, max_pixels: int, spec: ImageSpec) -> Tensor:
+    """Decode an image, and resize it with open_clip's evaluation transform, which crops or pads it if necessary.
 
     Returns:
         [3, H, W] uint8.
 
     Raises:
-        BrokenSample: If the long side is more than 64 times the short side.
+        BrokenSample: If decode_image refuses the image, or if the long side is more than 64 times the short side.
+        Exception: Any exception of PIL's decoders, as in decode_image.
     """
+    image = decode_image(data, max_pixels)
     if max(image.size) > _MAX_ASPECT * min(image.size):
         raise BrokenSample(
             f"an image of {image.width} x {image.height} pixels: one side is over {_MAX_ASPECT} times the other"

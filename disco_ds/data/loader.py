@@ -117,18 +117,18 @@ class Loader:
             "window": settings.window,
         }
         """The values that determine the data order, except the seed. A saved state with other values is refused."""
-        for key, expected in self._origin.items():
-            if state is not None and state[key] != expected:
-                raise ValueError(
-                    f"the data order of the checkpoint has {key} {state[key]}, this run has {expected}; restore the "
-                    "setting or the shards, or start a new run"
-                )
         order = mix(settings, sources, num_slots, seed)
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
         slots = tuple(range(share.rank, num_slots, share.size))
         streams = [stream for slot in slots for stream in order.streams(slot)]
         self.position = Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
         if state is not None:
+            for key, expected in self._origin.items():
+                if state[key] != expected:
+                    raise ValueError(
+                        f"the data order of the checkpoint has {key} {state[key]}, this run has {expected}; restore "
+                        "the setting or the shards, or start a new run"
+                    )
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             # Rank 0 continues from the total counts. The other ranks start at 0, so that the sums over ranks are right.
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)

@@ -26,12 +26,11 @@ from disco_ds.data.counter_rng import (
 from disco_ds.data.errors import DataError, breaks_sample
 from disco_ds.data.images import (
     ImageSpec,
-    decode_image,
+    decode_for_evaluation,
     decode_pixels,
     draw_crop,
     find_image,
     resize_crop,
-    resize_for_evaluation,
 )
 from disco_ds.data.order import divide
 from disco_ds.data.sources.base import DirectSource, Source
@@ -102,12 +101,10 @@ def declare_arrays(settings: DataSettings, spec: InputSpec) -> Arrays:
     return arrays
 
 
-Prepare = Callable[[Members, SampleKey, DataSettings, InputSpec], Sample]
-"""Turns the members of a sample into the arrays that declare_arrays names. The result depends on nothing else."""
-
-
 def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
-    """Choose a sample's caption and crop in this epoch, tokenize the caption and decode the image (implements Prepare).
+    """Choose a sample's caption and crop in this epoch, tokenize the caption and decode the image.
+
+    The result, the arrays that declare_arrays names, depends on nothing but the arguments.
 
     Args:
         members: The sample's members, with data.uids, data.filter and data.transforms applied.
@@ -119,6 +116,8 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
         BrokenSample: If the sample cannot be used.
         DataError: If the tokenizer returns the wrong shape, or if the width of stored embeddings is wrong.
     """
+    if settings.source == "synthetic":
+        return generate(key, spec)
     with breaks_sample():
         sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
         uniform = partial(keyed_float, sample["view_key"])
@@ -141,7 +140,7 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
 def decode_crop(picture: Picture, settings: DataSettings, spec: ImageSpec, key: int) -> Tensor:
     """Decode an image to [3, H, W] uint8, with the random crop that the key of its random numbers determines."""
     if settings.crop_scale is None:
-        return resize_for_evaluation(decode_image(picture, settings.max_pixels), spec)
+        return decode_for_evaluation(picture, settings.max_pixels, spec)
     pixels = decode_pixels(picture, settings.max_pixels)
     _, height, width = pixels.shape
     uniform = partial(keyed_float, key)
@@ -174,8 +173,8 @@ class SyntheticSource(DirectSource):
     name = Source.label
 
 
-def generate(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
-    """Generate a synthetic sample from its id and the seed (implements Prepare). No two samples share a group."""
+def generate(key: SampleKey, spec: InputSpec) -> Sample:
+    """Generate a synthetic sample from its id and the seed. No two samples share a group."""
     # The epoch is not part of the seed, so a sample has the same image and caption in every epoch.
     random = torch.Generator().manual_seed(keyed_int(key.seed, key.sample_id))
     cells = torch.randint(256, (3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
@@ -195,8 +194,3 @@ def generate(members: Members, key: SampleKey, settings: DataSettings, spec: Inp
         "view_key": random_key(*key),
         "group_id": key.sample_id,
     }
-
-
-def find_prepare(source: Source) -> Prepare:
-    """Return the function that prepares the samples of a source."""
-    return generate if isinstance(source, SyntheticSource) else prepare

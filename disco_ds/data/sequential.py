@@ -15,7 +15,7 @@ from torch import Tensor
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members, fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, name_broken
-from disco_ds.data.images import ImageSpec, decode_image, find_image, resize_for_evaluation
+from disco_ds.data.images import ImageSpec, decode_for_evaluation, find_image
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.shards import Manifest
 
@@ -99,8 +99,8 @@ def read_all(
 
     def prepare(members: Members, name: str) -> tuple[Tensor, str]:
         label = fill_template(label_template, members)
-        picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
-        return resize_for_evaluation(picture, image), label
+        picture = find_image(members, settings.image_key)
+        return decode_for_evaluation(picture, settings.max_pixels, image), label
 
     positions = islice(_list_positions(source), rank, None, size)
     samples = read_in_threads(source, positions, _THREADS, prepare)

@@ -22,6 +22,7 @@ from itertools import count, cycle
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from disco_ds.data.errors import (
     refuse_broken,
 )
 from disco_ds.data.order import Cursor, Entry, Mixture
-from disco_ds.data.samples import InputSpec, Sample, SampleKey, find_prepare
+from disco_ds.data.samples import InputSpec, Sample, SampleKey, prepare
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.cache import FetchAhead
 from disco_ds.data.sources.fetching import progress
@@ -101,7 +102,6 @@ class _OpenSource:
         source = spec.sources[number]
         self._inputs = spec.inputs
         self.settings = spec.settings.per_source[number]
-        self._prepare = find_prepare(source)
         self._selection = Selection(self.settings)
         self.reader: Any = source.open(len(spec.own_slots), self.settings.window)
 
@@ -116,7 +116,7 @@ class _OpenSource:
                 self._selection.read, self.settings.retry_s, self.reader, shard, entry
             )
         try:
-            return self._prepare(members, key, self.settings, self._inputs)
+            return prepare(members, key, self.settings, self._inputs)
         except DataError as error:
             raise DataError(f"{self.reader.name(shard, entry)}: {error}") from None
 
@@ -244,12 +244,12 @@ def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[R
         DataError: If too many samples are broken, or if a shard cannot be fetched.
         OSError: If a shard cannot be read. The message names the shard.
     """
-    buffers = cycle(spec.batches.buffers)
     with closing(_StreamReader(spec)) as reader:
         spec.ahead.start(reader.cursor)
-        for start in count(spec.first_sample, spec.share.micro_batch):
+        starts = count(spec.first_sample, spec.share.micro_batch)
+        for start, batch in zip(starts, cycle(spec.batches.buffers)):
             wait()
-            yield reader.fill(start, next(buffers))
+            yield reader.fill(start, batch)
 
 
 class InProcess:
@@ -369,14 +369,12 @@ def _block_signals() -> Iterator[None]:
 @contextmanager
 def _hide_main() -> Iterator[None]:
     """Keep a new process from importing the trainer's main module, which would also import DeepSpeed."""
-    main = vars(sys.modules["__main__"])
-    names = ["__spec__", "__file__"]
-    hidden = {name: main.pop(name) for name in names if name in main}
-    main["__spec__"] = None
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        main.update(hidden)
+        sys.modules["__main__"] = main
 
 
 def _main(spec: WorkerSpec, grants: Connection, reports: Connection) -> None:

@@ -26,7 +26,7 @@ from disco_ds.checkpoints.weights import TENSORS, read_weights
 from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
-from disco_ds.data.images import resize_for_evaluation
+from disco_ds.data.images import decode_for_evaluation
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from helpers.checkpoints import flip
 from helpers.minimal import settings
@@ -100,9 +100,8 @@ def test_open_clip_loads_equal_features_preprocessing_and_tokens(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     # Start with an image file and a string, so that preprocessing and tokenization are compared too.
     look = read_preprocessing(model)
-    pixels = resize_for_evaluation(
-        picture(), ImageSpec(look.size, look.interpolation, look.resize_mode)
-    )
+    spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    pixels = decode_for_evaluation(picture(), 10**8, spec)
     ours = model(pixels[None], tokens)
     theirs = (
         loaded.encode_image(preprocess(picture())[None], normalize=True),

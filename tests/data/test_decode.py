@@ -20,12 +20,12 @@ from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
 from disco_ds.data.captions import fill_template, pick_caption
 from disco_ds.data.errors import breaks_sample
 from disco_ds.data.images import (
+    decode_for_evaluation,
     decode_image,
     decode_pixels,
     draw_crop,
     find_image,
     resize_crop,
-    resize_for_evaluation,
 )
 from disco_ds.models.clip import register_config
 from helpers.shards import SPEC, bomb, encode, noise, settings, write_shards
@@ -50,7 +50,7 @@ def test_evaluation_resize_equals_open_clip(
     spec = ImageSpec(target, interpolation, mode)  # type: ignore[arg-type]
     for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)]:
         image = noise(*size)
-        ours = resize_for_evaluation(image, spec)
+        ours = decode_for_evaluation(image, MAX_PIXELS, spec)
         assert ours.shape == (3, *target)
         assert ours.dtype == torch.uint8
         assert (ours - 255 * transform(image)).abs().max() < 0.01, size
@@ -69,14 +69,14 @@ def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str)
         data = encode(noise(*size).convert(mode))
         # webdataset and torchvision's image folders convert to RGB before the transform.
         expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
-        ours = resize_for_evaluation(decode_image(data, MAX_PIXELS), ImageSpec((side, side)))
+        ours = decode_for_evaluation(data, MAX_PIXELS, ImageSpec((side, side)))
         assert torch.equal(ours.float() / 255, expected), mode
 
 
 def test_evaluation_of_a_very_long_image_does_not_fill_the_memory() -> None:
     image = Image.new("RGB", (2, 1_000_000), (9, 9, 9))
     with pytest.raises(BrokenSample, match="2 x 1000000"):
-        resize_for_evaluation(image, ImageSpec((224, 224)))
+        decode_for_evaluation(image, MAX_PIXELS, ImageSpec((224, 224)))
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])

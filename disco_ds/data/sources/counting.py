@@ -84,15 +84,18 @@ def index_shards(
     listing = where if isinstance(where, Manifest) else list_folder(where)
     before = {shard.name: shard for shard in known}
     counted: dict[str, Shard] = {}
-    failed: dict[str, Exception] = {}
+    missing: list[str] = []
+    unreadable: list[str] = []
     saved_at = time.monotonic()
 
     def record(name: str, result: Shard | Exception) -> None:
         nonlocal saved_at
         if isinstance(result, Shard):
             counted[name] = result
+        elif isinstance(result, FileNotFoundError):
+            missing.append(name)
         else:
-            failed[name] = result
+            unreadable.append(f"{name}: {result}")
         if progress is not None:
             progress()
         if save is not None and time.monotonic() > saved_at + _SAVE_S:
@@ -127,8 +130,6 @@ def index_shards(
     finally:
         if save is not None and counted:
             save(collect(listing, before | counted))
-    missing = [name for name, error in failed.items() if isinstance(error, FileNotFoundError)]
-    unreadable = [f"{name}: {failed[name]}" for name in failed.keys() - set(missing)]
     problems = []
     if missing and not skip_missing:
         problems.append(

@@ -52,7 +52,9 @@ class Table(Source):
             is_tsv = self.path.suffix == ".tsv"
             self._separator = "\t" if is_tsv else max("\t,;", key=heading.count)
             columns = next(csv.reader([heading], delimiter=self._separator), [])
-            starts, lines, fingerprint = _find_rows(file, self._separator, first_line)
+            self._starts, self.lines, self.fingerprint = _find_rows(
+                file, self._separator, first_line
+            )
         if repeated := [name for name in set(columns) if name and columns.count(name) > 1]:
             raise ValueError(f"{path} has several columns named {repeated[0]}; rename them")
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
@@ -65,20 +67,14 @@ class Table(Source):
                 "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
                 "eval.label_key"
             )
-        if not len(lines):
+        if not len(self.lines):
             raise ValueError(f"{path} has no rows below its column names")
         self._columns = columns
         self.image = image
         """The column of image paths."""
-        self._starts = starts
-        """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
-        self.lines = lines
-        """Line of the file at which each row begins, [n] int32. The first line of the file is line 1."""
-        self.sizes = divide(len(lines))
+        self.sizes = divide(len(self.lines))
         """Number of rows in each nominal shard."""
         self._first_rows = [0, *accumulate(self.sizes)]
-        self.fingerprint = fingerprint
-        """Digest of the whole file, because its rows are the samples."""
 
     @cached_property
     def _file(self) -> BinaryIO:
@@ -199,14 +195,17 @@ class CaptionedImages(DirectSource):
 def _find_rows(
     file: BinaryIO, separator: str, heading: bytes
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return the offsets and the lines of the rows, and the fingerprint, as Table keeps them.
-
-    A quoted value may span lines. Empty lines are skipped.
+    """Find the rows of a table. A quoted value may span lines. Empty lines are skipped.
 
     Args:
         file: The file, positioned after its first line.
         separator: The separator of the columns.
-        heading: The first line, which the fingerprint includes.
+        heading: The first line.
+
+    Returns:
+        The byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64.
+        The line of the file at which each row begins, [n] int32. The first line of the file is line 1.
+        The fingerprint: a digest of the whole file, because its rows are the samples.
     """
     digest = hashlib.sha256(heading)
     ends = array("q", [len(heading)])

@@ -70,8 +70,8 @@ def _load(settings: DataSettings) -> Source:
         # At the start of a run only local shards can be checked quickly.
         missing = [
             name
-            for name, location in listing.locate().items()
-            if not (is_remote(location) or Path(location).is_file())
+            for name in listing.names
+            if not (listing.urls or (listing.folder / name).is_file())
         ]
         if missing:
             raise ValueError(
