@@ -8,7 +8,6 @@ when the last process that maps it ends.
 # Symbols in shapes: m samples in a micro-batch; L tokens per text.
 
 import logging
-import math
 import mmap
 import os
 from contextlib import suppress
@@ -16,12 +15,12 @@ from dataclasses import dataclass, field
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from disco_ds.config.data import Pixels
 from disco_ds.data.order import Cursor
-from disco_ds.data.samples import Arrays
 
 logger = logging.getLogger(__name__)
 
@@ -106,30 +105,26 @@ class SharedBatches:
     Args:
         num: Number of buffers.
         rows: Number of samples in each buffer.
-        arrays: The arrays of each sample.
+        sample: The arrays of each sample.
         shared: The file of another process's buffers. None: create the file.
     """
 
-    def __init__(self, num: int, rows: int, arrays: Arrays, shared: Any = None) -> None:
-        self._given = num, rows, arrays
+    def __init__(self, num: int, rows: int, sample: np.dtype, shared: Any = None) -> None:
+        self._given = num, rows, sample
         self._fd = shared.detach() if shared else os.memfd_create("disco_ds")
         self._pinned = False
-        num_bytes = num * rows * count_bytes(arrays)
+        names = sample.names or ()
+        # Each buffer is a record whose fields are the arrays of a micro-batch.
+        record = np.dtype([(name, sample[name], (rows,)) for name in names], align=True)
+        num_bytes = num * record.itemsize
         os.ftruncate(self._fd, num_bytes)
-        self._memory: Tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
-        self.buffers: list[MicroBatch] = [{} for _ in range(num)]
-        rest = self._memory
-        # The widest types come first, so that every array is aligned.
-        for name in sorted(arrays, key=lambda name: -arrays[name][0].itemsize):
-            dtype, shape = arrays[name]
-            is_image = len(shape) == 3
-            # Images are stored as [H, W, 3], as they are decoded and resized.
-            stored = (*shape[1:], shape[0]) if is_image else shape
-            num_bytes = num * rows * math.prod(shape) * dtype.itemsize
-            array = rest[:num_bytes].view(dtype).view(num, rows, *stored)
-            rest = rest[num_bytes:]
-            for number, buffer in enumerate(self.buffers):
-                buffer[name] = array[number].movedim(-1, 1) if is_image else array[number]
+        self._memory = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+        self.buffers: list[MicroBatch] = [
+            {name: torch.from_numpy(buffer[name]) for name in names}
+            for buffer in self._memory.numpy().view(record)
+        ]
+        for buffer in self.buffers:
+            buffer["image"] = buffer["image"].movedim(-1, 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # DupFd passes the file descriptor to the process that is being started.
@@ -154,11 +149,6 @@ class SharedBatches:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
         os.close(self._fd)
-
-
-def count_bytes(arrays: Arrays) -> int:
-    """Return the size of a sample in bytes."""
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays.values())
 
 
 def count_buffers(

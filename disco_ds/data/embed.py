@@ -29,12 +29,7 @@ from tqdm import tqdm
 from disco_ds.config.data import DataSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.captions import Members, list_captions, shorten_caption
-from disco_ds.data.errors import (
-    BrokenSample,
-    DataError,
-    DroppedSample,
-    refuse_broken,
-)
+from disco_ds.data.errors import BrokenSample, DataError, DroppedSample, refuse_broken
 from disco_ds.data.images import augment, decode_for_evaluation, find_image
 from disco_ds.data.samples import InputSpec, decode_crop
 from disco_ds.data.sequential import read_in_threads, read_labels

@@ -34,7 +34,6 @@ from disco_ds.data.batches import (
     Staging,
     StepData,
     count_buffers,
-    count_bytes,
     count_on_device,
 )
 from disco_ds.data.order import Cursor
@@ -119,8 +118,8 @@ class Loader:
         """The values that determine the data order, except the seed. A saved state with other values is refused."""
         order = mix(settings, sources, num_slots, seed)
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
-        slots = tuple(range(share.rank, num_slots, share.size))
-        streams = [stream for slot in slots for stream in order.streams(slot)]
+        slots = range(share.rank, num_slots, share.size)
+        streams = order.streams(slots)
         self.position = Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
         if state is not None:
             for key, expected in self._origin.items():
@@ -139,12 +138,10 @@ class Loader:
         self._share = share
         # A single micro-batch is not read twice, so it need not be kept.
         self._kept_on = staging.kept_on if share.num_micro_batches > 1 else "device"
-        self._data = StepData()
-        """The record of the current step's data."""
         self._first: Iterator[MicroBatch] = iter(())
         """Iterator over the micro-batches of the current step's first pass."""
-        self._kept: list[Delivery] = []
-        """The micro-batches of the current step."""
+        self._kept: list[MicroBatch] = []
+        """The micro-batches of the current step, on the device or the host as `staging.kept_on` says."""
         self._damaged: set[str] = set()
         """Descriptions of the damaged shards so far."""
         self._resources = ExitStack()
@@ -152,14 +149,14 @@ class Loader:
         # By default, one core is reserved for the trainer.
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
-        arrays = declare_arrays(settings, inputs)
-        most = int(staging.most_bytes // (share.micro_batch * count_bytes(arrays)))
+        sample = declare_arrays(settings, inputs)
+        most = int(staging.most_bytes // (share.micro_batch * sample.itemsize))
         num = count_buffers(
             settings.prefetch, share.num_micro_batches, self._kept_on, num_workers, most
         )
         # The buffers are allocated first, because the workers inherit them.
-        self._batches = SharedBatches(num, share.micro_batch, arrays)
-        self._resources.callback(self._batches.close)
+        batches = SharedBatches(num, share.micro_batch, sample)
+        self._resources.callback(batches.close)
         spec = WorkerSpec(
             sources=sources,
             order=order,
@@ -171,7 +168,7 @@ class Loader:
             cursor=self.position.cursor,
             # The number of positions p < samples with p % size == rank.
             first_sample=(self.position.samples + share.size - 1 - share.rank) // share.size,
-            batches=self._batches,
+            batches=batches,
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
@@ -183,9 +180,9 @@ class Loader:
         producers: Sequence[Worker | InProcess] = workers or [InProcess(spec)]
         for producer in producers:
             self._resources.callback(producer.close)
-        self._device = torch.device(staging.device)
+        device = torch.device(staging.device)
         on_device = count_on_device(share.num_micro_batches, self._kept_on)
-        self._feed = Feed(self._batches, producers, self._device, on_device, count_tokens)
+        self._feed = Feed(batches, producers, device, on_device, count_tokens)
         self._resources.callback(self._feed.close)
 
     def start_step(self, keep_text: bool = False) -> StepData:
@@ -203,9 +200,9 @@ class Loader:
             for _ in self._kept:
                 self._feed.release()
         self._before = self.position
-        self._data = StepData(error=self._error, text=[] if keep_text else None)
-        self._first, self._kept = self._read_first(), []
-        return self._data
+        data = StepData(error=self._error, text=[] if keep_text else None)
+        self._first, self._kept = self._read_first(data), []
+        return data
 
     def first_pass(self) -> Iterator[MicroBatch]:
         """Read this step's micro-batches. Each one is read when it is requested.
@@ -224,10 +221,7 @@ class Loader:
         A micro-batch is valid until the next one is requested.
         """
         repeated = self._kept[:-1]
-        if self._kept_on == "device":
-            yield from (delivery.batch for delivery in repeated)
-        else:
-            yield from self._feed.repeat([delivery.host for delivery in repeated])
+        yield from repeated if self._kept_on == "device" else self._feed.repeat(repeated)
 
     def drop_step(self) -> None:
         """Reset the position to the start of this step, and read no more data.
@@ -246,8 +240,8 @@ class Loader:
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
-    def _read_first(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the first pass and, after an error, placeholders."""
+    def _read_first(self, data: StepData) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the first pass and, after an error, placeholders. Record them in `data`."""
         for left in reversed(range(self._share.num_micro_batches)):
             batch = None
             if self._error is None:
@@ -256,19 +250,19 @@ class Loader:
                     try:
                         delivery = self._feed.take()
                     finally:
-                        self._data.wait_s += time.perf_counter() - start
-                    batch = self._accept(delivery, is_last=left == 0)
+                        data.wait_s += time.perf_counter() - start
+                    batch = self._accept(delivery, data, is_last=left == 0)
                 except Exception as error:
                     step = self.position.steps + 1
                     self._error = (
                         f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
                     )
-            self._data.error = self._error
-            yield batch or self._make_placeholder()
+            data.error = self._error
+            yield batch or self._feed.make_zeros()
 
-    def _accept(self, delivery: Delivery, is_last: bool) -> MicroBatch:
-        """Record a micro-batch of the first pass, and return it."""
-        data, batch = self._data, delivery.batch
+    def _accept(self, delivery: Delivery, data: StepData, is_last: bool) -> MicroBatch:
+        """Record a micro-batch of the first pass in `data`, and return it."""
+        batch = delivery.batch
         data.index.append(delivery.host["index"].clone())
         if data.text is not None:
             data.text.append(delivery.host["text"].clone())
@@ -293,17 +287,15 @@ class Loader:
                 position.dropped + data.dropped,
                 position.cursor | data.cursor,
             )
-        self._kept.append(delivery)
         if self._kept_on == "device":
+            self._kept.append(batch)
             self._feed.release()
+        else:
+            self._kept.append(delivery.host)
         if self._kept_on == "device" or not is_last:
             # After the last micro-batch, the second pass needs the buffers on the device.
             self._feed.look_ahead()
         return batch
-
-    def _make_placeholder(self) -> MicroBatch:
-        arrays = self._batches.buffers[0].items()
-        return {name: torch.zeros_like(array, device=self._device) for name, array in arrays}
 
 
 class Delivery(NamedTuple):
@@ -351,10 +343,8 @@ class Feed:
         # On a CPU, streams do nothing.
         self._streams = torch.get_device_module(device)
         self._stream = self._streams.Stream()
-        self._on_device: deque[MicroBatch] = deque(
-            {name: torch.empty_like(array, device=device) for name, array in self._host[0].items()}
-            for _ in range(on_device)
-        )
+        self._device = device
+        self._on_device = deque(self.make_zeros() for _ in range(on_device))
         """Buffers on the device. The first one is overwritten next."""
         if device.type == "cuda":
             batches.pin()
@@ -382,6 +372,11 @@ class Feed:
             raise received
         self._streams.current_stream().wait_stream(self._stream)
         return received
+
+    def make_zeros(self) -> MicroBatch:
+        """Return a micro-batch on the device whose arrays are filled with zeros."""
+        arrays = self._host[0].items()
+        return {name: torch.zeros_like(array, device=self._device) for name, array in arrays}
 
     def look_ahead(self) -> None:
         """Grant released buffers whose copies are done, and start to copy the next decoded micro-batch. Never waits."""
@@ -464,8 +459,13 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ValueError: If the state_dicts are not from the same step of the same run, or if a rank's state_dict is missing.
     """
     first = states[0]
-    merged = {key: first[key] for key in first if key not in ("cursor", "broken", "dropped")}
-    if differing := [key for key in merged if any(state[key] != first[key] for state in states)]:
+    differing = [
+        key
+        for key in first
+        if key not in ("cursor", "broken", "dropped")
+        and any(state[key] != first[key] for state in states)
+    ]
+    if differing:
         raise ValueError(
             f"the ranks' data positions differ in {', '.join(differing)}; they must be from the same step "
             "of the same run"
@@ -477,7 +477,5 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"the ranks' data positions contain only {len(cursor)} of {num_streams} streams, so those of some "
             "ranks are missing"
         )
-    for key in ("broken", "dropped"):
-        merged[key] = sum(state[key] for state in states)
-    merged["cursor"] = dict(sorted(cursor.items()))
-    return merged
+    sums = {key: sum(state[key] for state in states) for key in ("broken", "dropped")}
+    return first | sums | {"cursor": dict(sorted(cursor.items()))}

@@ -35,7 +35,7 @@ random numbers, so all slots advance through a source at nearly the same rate.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -271,9 +271,10 @@ class Mixture:
         self._first_shard = [0, *accumulate(map(len, sizes))]
         self._first_id = np.cumsum([0, *(size for part in sizes for size in part)])
 
-    def streams(self, slot: int) -> list[int]:
-        """Return the numbers of a slot's streams, one for each source."""
-        return [source * self._num_slots + slot for source in range(len(self.orders))]
+    def streams(self, slots: Iterable[int]) -> list[int]:
+        """Return the numbers of the streams of some slots, one for each slot and source."""
+        num_sources = len(self.orders)
+        return [source * self._num_slots + slot for slot in slots for source in range(num_sources)]
 
     def stream(self, slot: int, number: int) -> int:
         """Return the stream that supplies the slot's sample with index `number`, counted from the start of training."""

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import Members, Picture, find_group, pick_caption, shorten_caption
-from disco_ds.data.counter_rng import (
-    CAPTION_COLUMN,
-    keyed_float,
-    keyed_int,
-    random_key,
-)
+from disco_ds.data.counter_rng import CAPTION_COLUMN, keyed_float, keyed_int, random_key
 from disco_ds.data.errors import DataError, breaks_sample
 from disco_ds.data.images import (
     ImageSpec,
@@ -33,13 +29,11 @@ from disco_ds.data.images import (
     resize_crop,
 )
 from disco_ds.data.order import divide
-from disco_ds.data.sources.base import DirectSource, Source
+from disco_ds.data.sources.base import Source
 from disco_ds.data.stored import StoredEmbeddings, read_view
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
-Arrays = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""The type and shape of each array of a sample, by name."""
 Sample = dict[str, Any]
 """The arrays of a sample, by name. A value without dimensions is a Python integer."""
 _CELLS = 8
@@ -72,10 +66,10 @@ class SampleKey(NamedTuple):
     sample_id: int
 
 
-def declare_arrays(settings: DataSettings, spec: InputSpec) -> Arrays:
-    """Return the arrays of each sample of a run.
+def declare_arrays(settings: DataSettings, spec: InputSpec) -> np.dtype:
+    """Return the name, type and shape of each array of a sample, as the fields of a dtype.
 
-    - image: pixels before the augmentation on the device;
+    - image: pixels before the augmentation on the device, stored as [H, W, 3], as they are decoded and resized;
     - text: tokens of the caption;
     - index: id of the sample;
     - epoch: how often the sample was used before;
@@ -84,21 +78,21 @@ def declare_arrays(settings: DataSettings, spec: InputSpec) -> Arrays:
     - teacher_text: tokens for a teacher with another tokenizer;
     - image_embedding, text_embedding: stored embeddings of the teachers.
     """
-    arrays: Arrays = {
-        "image": (torch.uint8, (3, *spec.image.size)),
-        "text": (torch.int64, (spec.context_length,)),
-        "index": (torch.int64, ()),
-        "epoch": (torch.int64, ()),
-        "view_key": (torch.int64, ()),
-    }
+    fields: list[Any] = [
+        ("image", np.uint8, (*spec.image.size, 3)),
+        ("text", np.int64, (spec.context_length,)),
+        ("index", np.int64),
+        ("epoch", np.int64),
+        ("view_key", np.int64),
+    ]
     if settings.group_by:
-        arrays["group_id"] = torch.int64, ()
+        fields.append(("group_id", np.int64))
     if spec.teacher_tokenize:
-        arrays["teacher_text"] = torch.int64, (spec.teacher_length,)
+        fields.append(("teacher_text", np.int64, (spec.teacher_length,)))
     if spec.stored:
         width = (spec.stored.width,)
-        arrays |= {f"{side}_embedding": (torch.float32, width) for side in ("image", "text")}
-    return arrays
+        fields += [(f"{side}_embedding", np.float32, width) for side in ("image", "text")]
+    return np.dtype(fields)
 
 
 def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: InputSpec) -> Sample:
@@ -116,10 +110,10 @@ def prepare(members: Members, key: SampleKey, settings: DataSettings, spec: Inpu
         BrokenSample: If the sample cannot be used.
         DataError: If the tokenizer returns the wrong shape, or if the width of stored embeddings is wrong.
     """
+    sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
     if settings.source == "synthetic":
-        return generate(key, spec)
+        return sample | generate(key, spec)
     with breaks_sample():
-        sample: Sample = {"index": key.sample_id, "epoch": key.epoch, "view_key": random_key(*key)}
         uniform = partial(keyed_float, sample["view_key"])
         drawn, item = uniform(CAPTION_COLUMN), uniform(CAPTION_COLUMN + 1)
         caption = pick_caption(settings.captions, members, drawn, item)
@@ -158,7 +152,7 @@ def _tokenize(tokenize: Tokenize, caption: str, length: int) -> Tensor:
     return tokens[0]
 
 
-class SyntheticSource(DirectSource):
+class SyntheticSource(Source):
     """A source of random images and tokens, for testing a model or a cluster without data."""
 
     def __init__(self, num_samples: int) -> None:
@@ -174,7 +168,7 @@ class SyntheticSource(DirectSource):
 
 
 def generate(key: SampleKey, spec: InputSpec) -> Sample:
-    """Generate a synthetic sample from its id and the seed. No two samples share a group."""
+    """Generate the image and the tokens of a synthetic sample from its id and the seed. Each sample is a group."""
     # The epoch is not part of the seed, so a sample has the same image and caption in every epoch.
     random = torch.Generator().manual_seed(keyed_int(key.seed, key.sample_id))
     cells = torch.randint(256, (3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
@@ -186,11 +180,4 @@ def generate(key: SampleKey, spec: InputSpec) -> Sample:
     # Use the start and end tokens of open_clip's tokenizer. Text towers pool at the largest token, the end token.
     text[0] = spec.vocab_size - 2
     text[-1] = spec.vocab_size - 1
-    return {
-        "image": image.permute(2, 0, 1),
-        "text": text,
-        "index": key.sample_id,
-        "epoch": key.epoch,
-        "view_key": random_key(*key),
-        "group_id": key.sample_id,
-    }
+    return {"image": image.permute(2, 0, 1), "text": text, "group_id": key.sample_id}

@@ -72,7 +72,7 @@ class WorkerSpec:
     inputs: InputSpec
     seed: int
     share: Share
-    slots: tuple[int, ...]
+    slots: range
     """All slots of the rank, including those of its other workers, in order."""
     cursor: Cursor
     """The position from which to start reading each stream of `slots`."""
@@ -90,7 +90,7 @@ class WorkerSpec:
     micro-batches), and the count of fetching.progress."""
 
     @property
-    def own_slots(self) -> tuple[int, ...]:
+    def own_slots(self) -> range:
         """The slots of this worker."""
         return self.slots[self.worker :: self.num_workers]
 
@@ -127,11 +127,7 @@ class _StreamReader:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._sources = [_OpenSource(spec, number) for number in range(len(spec.sources))]
-        self.cursor = {
-            stream: spec.cursor[stream]
-            for slot in spec.own_slots
-            for stream in spec.order.streams(slot)
-        }
+        self.cursor = {stream: spec.cursor[stream] for stream in spec.order.streams(spec.own_slots)}
         self._entries: dict[int, Iterator[Entry]] = {}
         for stream, start in self.cursor.items():
             number, slot = spec.order.split(stream)

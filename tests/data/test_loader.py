@@ -260,16 +260,17 @@ def test_micro_batch_has_only_the_arrays_that_the_run_needs() -> None:
         (settings(), replace(spec, teacher_tokenize=tokenize, teacher_length=9), {"teacher_text"}),
         (settings(), replace(spec, stored=stored), {"image_embedding", "text_embedding"}),
     ):
-        arrays = declare_arrays(data, inputs)
-        assert arrays.keys() == usual | more
-        batches = SharedBatches(3, 5, arrays)
+        sample = declare_arrays(data, inputs)
+        assert set(sample.names) == usual | more
+        batches = SharedBatches(3, 5, sample)
         # No two arrays share memory.
-        values = list(product(range(3), arrays))
+        values = list(product(range(3), sample.names))
         for value, (number, name) in enumerate(values):
             batches.buffers[number][name][:] = value
         for value, (number, name) in enumerate(values):
-            array, (dtype, shape) = batches.buffers[number][name], arrays[name]
-            assert (array.dtype, array.shape) == (dtype, (5, *shape))
+            array, field = batches.buffers[number][name], sample[name]
+            shape = (3, *field.shape[:2]) if name == "image" else field.shape
+            assert (array.numpy().dtype, array.shape) == (field.base, (5, *shape))
             assert (array == value).all()
         assert batches.buffers[0]["image"].is_contiguous(memory_format=torch.channels_last)
         batches.close()

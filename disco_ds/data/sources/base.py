@@ -5,7 +5,8 @@ A source divides its samples into shards. A custom source is a class derived fro
 - sets `sizes`, a list with the number of samples in each shard, which determines the data order and the sample ids;
 - sets `fingerprint`, a string that changes when samples are added, removed, replaced or reordered. A run can be
   resumed only if the fingerprint has not changed;
-- defines a method `open` that returns a Reader, which looks up samples by (shard, entry);
+- defines a method `open` that returns a Reader, which looks up samples by (shard, entry), or has the methods `read` and
+  `name` of a Reader itself;
 - takes the recipe's `data.options` as keyword arguments of its constructor.
 
 Every rank constructs the source and sends it to its data workers, so the source must be picklable. A Reader is never
@@ -70,8 +71,8 @@ class Source:
         """Total number of samples in all shards."""
         return sum(self.sizes)
 
-    def open(self, num_slots: int, window: int) -> Reader:
-        """Open the source for reading in one process.
+    def open(self, num_slots: int = 1, window: int = 1) -> Any:
+        """Open the source for reading in one process, and return its Reader. By default, the source is the Reader.
 
         The arguments let a source estimate how many shards are in use at a time.
 
@@ -79,7 +80,10 @@ class Source:
             num_slots: Number of slots that the process reads in turn.
             window: Number of consecutive entries that a slot shuffles together.
         """
-        raise NotImplementedError("the class defines no open")
+        return self
+
+    def close(self) -> None:
+        """Close all files that the source has opened as a Reader."""
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a shard before it is read, or None if shards need no fetching.
@@ -93,17 +97,6 @@ class Source:
     def label(self, shard: int, entry: int) -> str:
         """Return a name for a sample without reading the sample."""
         return f"shard {shard}, entry {entry}"
-
-
-class DirectSource(Source):
-    """Base class of sources that keep no file open, so that each is its own Reader."""
-
-    def open(self, num_slots: int = 1, window: int = 1) -> Any:
-        """Return the source itself."""
-        return self
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def digest(tree: Any) -> str:

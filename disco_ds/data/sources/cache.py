@@ -29,13 +29,7 @@ from disco_ds.config.data import DEFAULT_CACHE_GB, RemoteSettings
 from disco_ds.data.errors import CacheFullError, DataError
 from disco_ds.data.order import Cursor, Mixture
 from disco_ds.data.sources.base import Shard, Source
-from disco_ds.data.sources.fetching import (
-    StoreError,
-    describe,
-    fetch,
-    progress,
-    read_version,
-)
+from disco_ds.data.sources.fetching import StoreError, describe, fetch, progress, read_version
 
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 """Names of cached shards, and of shards being fetched."""

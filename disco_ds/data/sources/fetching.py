@@ -139,8 +139,10 @@ def fetch(
                 f"{done:,} bytes arrived, but the manifest says {size:,}; if the shard was replaced, index it again"
             )
         if done > most:
-            limit = f"the limit for a shard, data.remote.cache_gb ({limit_gb:g} GB)"
-            raise StoreError(f"it is larger than {limit}", transient=False)
+            raise StoreError(
+                f"it is larger than the limit for a shard, data.remote.cache_gb ({limit_gb:g} GB)",
+                transient=False,
+            )
         file.truncate(done)
 
     try:
@@ -241,10 +243,9 @@ def list_objects(url: str, settings: RemoteSettings) -> dict[str, Version]:
 
     def read_list(store: Any, path: str) -> dict[str, Version]:
         # `url` may contain environment variables, so do not take it apart.
-        pages = obstore.list(store, path, chunk_size=1000)
         return {
             url + item["path"].removeprefix(path): _make_version(item)
-            for page in pages
+            for page in obstore.list(store, path, chunk_size=1000)
             for item in page
         }
 
@@ -318,13 +319,12 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         # header to another host.
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
         authorization = f"Basic {pair}"
+    # obstore would escape special characters in a path or query, so open a store for the whole URL.
+    base, path = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment="")), ""
     if _PLAIN_PATH.fullmatch(parts.path) and not parts.query:
         # All shards on the same server share connections.
-        store = _open_store(parts.scheme, f"{parts.scheme}://{host}", timeout_s, authorization)
-        return store, parts.path[1:]
-    # obstore would escape special characters in a path or query, so open a store for the whole URL.
-    whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
-    return _open_store(parts.scheme, whole, timeout_s, authorization), ""
+        base, path = f"{parts.scheme}://{host}", parts.path[1:]
+    return _open_store(parts.scheme, base, timeout_s, authorization), path
 
 
 @lru_cache(64)

@@ -26,7 +26,7 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.captions import fill_template, list_fields
 from disco_ds.data.errors import BrokenSample, breaks_sample, read_regular
 from disco_ds.data.order import divide
-from disco_ds.data.sources.base import DirectSource, Source, digest
+from disco_ds.data.sources.base import Source, digest
 from disco_ds.names import explain_errors
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif")
@@ -60,11 +60,11 @@ class Table(Source):
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
         templates = [*settings.captions, settings.group_by or ""]
         wanted = {field for template in templates for field in list_fields(template)}
-        if image is None or not wanted <= set(columns):
-            missing = sorted(wanted - set(columns)) or [settings.image_key]
+        missing = ", ".join(sorted(wanted - set(columns)))
+        if image is None or missing:
             raise ValueError(
-                f"{path} has no column {', '.join(missing)}; its columns: {', '.join(columns)}. Name them in "
-                "data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
+                f"{path} has no column {missing or settings.image_key}; its columns: {', '.join(columns)}. Name them "
+                "in data.image_key, data.captions and data.group_by, or, for an evaluation, in eval.caption_key and "
                 "eval.label_key"
             )
         if not len(self.lines):
@@ -145,7 +145,7 @@ class _Image:
     """The captions or labels of all rows, without line breaks."""
 
 
-class CaptionedImages(DirectSource):
+class CaptionedImages(Source):
     """The images of a table with their captions or labels. Used by evaluations. All images are in one nominal shard.
 
     Args:
@@ -235,7 +235,7 @@ def _find_rows(
     return starts, lines + 2, digest.hexdigest()[:16]
 
 
-class ImageFolder(DirectSource):
+class ImageFolder(Source):
     """A folder with one sub-folder of images per class. A sub-folder is a shard.
 
     The sub-folders are sorted by name, or numerically if all names are numbers. Their image files are sorted by name.

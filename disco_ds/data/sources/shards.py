@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import glob
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path, PurePosixPath
 
 from braceexpand import braceexpand
@@ -330,9 +330,9 @@ def resolve_shards(text: str) -> Path:
 
 def collect(listing: Manifest, counted: Mapping[str, Shard]) -> Manifest:
     """Return the manifest of those shards of a listing that have been counted."""
-    locations = {name: each for name, each in listing.locate().items() if name in counted}
-    shards = tuple(counted[name] for name in locations)
-    return replace(listing, shards=shards, urls=tuple(locations.values()) if listing.urls else ())
+    kept = [name in counted for name in listing.names]
+    shards = tuple(counted[name] for name in compress(listing.names, kept))
+    return replace(listing, shards=shards, urls=tuple(compress(listing.urls, kept)))
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:

@@ -22,13 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from disco_ds.data.errors import (
-    MAX_BYTES,
-    BrokenSample,
-    CacheFullError,
-    DroppedSample,
-    LostSample,
-)
+from disco_ds.data.errors import MAX_BYTES, BrokenSample, CacheFullError, DroppedSample, LostSample
 from disco_ds.data.sources.base import Shard
 from disco_ds.data.sources.fetching import progress
 
