@@ -173,8 +173,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
         for shard, entry in positions:
             key = first._replace(sample_id=first_ids[shard] + entry)
             try:
-                with breaks_sample(OSError):
-                    sample = prepare(selection.read(reader, shard, entry), key, data, noting)
+                sample = prepare(selection.read(reader, shard, entry), key, data, noting)
             except LostSample as error:
                 findings.damaged[shard] = name_broken(reader.name, shard, entry, error)
             except DroppedSample:

@@ -216,8 +216,9 @@ class Embedder:
                     if isinstance(item, BrokenSample) and not isinstance(item, DroppedSample):
                         broken.append(str(item))
                         logger.warning("left out: %s", item)
-                        most = self.settings.max_broken
-                        refuse_broken("samples are broken", broken, num_read, most)
+                        refuse_broken(
+                            "samples are broken", broken, num_read, self.settings.max_broken
+                        )
                     yield item
 
     @torch.no_grad()

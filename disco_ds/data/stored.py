@@ -272,8 +272,7 @@ def find_stored(
                 for folder in sorted(folders):
                     check_record(source.folder / folder, part)
     width = sum(teacher.widths or ())
-    if not width:
-        width = _measure(sources[0], stages[0].per_source[0], teacher.image)
+    width = width or _measure(sources[0], stages[0].per_source[0], teacher.image)
     return StoredEmbeddings(teacher.image, teacher.text, teacher.replay, width)
 
 

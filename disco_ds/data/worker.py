@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 from multiprocessing import resource_tracker
@@ -36,7 +36,6 @@ from disco_ds.data.errors import (
     DataError,
     DroppedSample,
     LostSample,
-    breaks_sample,
     name_broken,
     printable,
     read_patiently,
@@ -111,10 +110,9 @@ class _OpenSource:
 
     def read(self, shard: int, entry: int, key: SampleKey) -> Sample:
         """Read and prepare a sample."""
-        with breaks_sample(OSError):
-            members = read_patiently(
-                self._selection.read, self.settings.retry_s, self.reader, shard, entry
-            )
+        members = read_patiently(
+            self._selection.read, self.settings.retry_s, self.reader, shard, entry
+        )
         try:
             return prepare(members, key, self.settings, self._inputs)
         except DataError as error:
@@ -282,11 +280,10 @@ class Worker:
         context.set_forkserver_preload([__name__, spec.inputs.tokenize.__module__])
         self._reports, reports = context.Pipe(duplex=False)
         grants, self._grants = context.Pipe(duplex=False)
-        self._at = context.RawArray("q", [-1, -1, -1, 0])
+        self._at = context.RawArray("q", spec.at)
         spec = replace(spec, at=self._at)
         self._process = context.Process(target=_main, args=(spec, grants, reports), daemon=True)
-        with _block_signals(), _hide_main():
-            self._process.start()
+        _start(self._process)
         self.pid = self._process.pid
         grants.close()
         reports.close()
@@ -350,27 +347,20 @@ def _kill(process: mp.process.BaseProcess) -> None:
     process.join(5)
 
 
-@contextmanager
-def _block_signals() -> Iterator[None]:
-    """Block _GROUP_SIGNALS in this process while it starts another one, which inherits the signal mask."""
+def _start(process: mp.process.BaseProcess) -> None:
+    """Start a process in which _GROUP_SIGNALS are blocked, and which does not import the trainer's main module."""
     # Start multiprocessing's resource tracker first, because starting it later would unblock the signals.
     resource_tracker.ensure_running()
+    # The new process inherits the signal mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextmanager
-def _hide_main() -> Iterator[None]:
-    """Keep a new process from importing the trainer's main module, which would also import DeepSpeed."""
+    # The main module would also import DeepSpeed.
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        process.start()
     finally:
         sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _main(spec: WorkerSpec, grants: Connection, reports: Connection) -> None:

@@ -61,10 +61,11 @@ class Selection:
 
         Raises:
             BrokenSample: If the sample cannot be used or is left out.
+            DataError: As for `apply`.
             OSError: If the shard itself cannot be read.
-            Exception: Any other exception of a custom Reader. The caller treats it like BrokenSample.
         """
-        members = reader.read(shard, entry)
+        with breaks_sample(OSError):
+            members = reader.read(shard, entry)
         with breaks_sample():
             return self.apply(members, lambda: reader.name(shard, entry))
 
@@ -125,7 +126,7 @@ class Selection:
         return kept[0]
 
 
-def load_stages(function: str) -> tuple[Stage, ...]:
+def load_stages(function: str) -> list[Stage]:
     """Call the function that data.transforms names, and return its stages.
 
     Raises:
@@ -143,7 +144,7 @@ def load_stages(function: str) -> tuple[Stage, ...]:
                 f"{function} returns the stage {name}, which does not handle one sample at a time; return only "
                 "per-sample stages, such as wds.select, wds.map, wds.map_dict and wds.rename"
             )
-    return tuple(stages)
+    return stages
 
 
 def read_uids(path: Path) -> np.ndarray:

@@ -244,12 +244,13 @@ class TarReader:
                 progress.add()
         index = TarIndex(file)
         name, expected, *_ = self._shards[shard]
-        if index.truncated is not None and not expected:
-            warnings.warn(
-                f"shard {name} is truncated after {len(index):,} samples: {index.truncated}",
-                stacklevel=2,
-            )
-        if index.truncated is None and expected not in (0, len(index)):
+        if index.truncated is not None:
+            if not expected:
+                warnings.warn(
+                    f"shard {name} is truncated after {len(index):,} samples: {index.truncated}",
+                    stacklevel=2,
+                )
+        elif expected not in (0, len(index)):
             warnings.warn(
                 f"shard {name} has {len(index):,} samples, but the manifest says {expected:,}; remove the manifest and "
                 "any wrong sizes.json or stats file, and run disco-ds index again",
