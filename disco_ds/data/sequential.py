@@ -103,8 +103,7 @@ def read_all(
         return decode_for_evaluation(picture, settings.max_pixels, image), label
 
     positions = islice(_list_positions(source), rank, None, size)
-    samples = read_in_threads(source, positions, _THREADS, prepare)
-    with closing(samples):
+    with closing(read_in_threads(source, positions, _THREADS, prepare)) as samples:
         for index, sample in zip(count(rank, size), samples):
             if isinstance(sample, BrokenSample):
                 _warn_once(id(source), str(sample))

@@ -49,8 +49,7 @@ class Table(Source):
         with explain_errors(f"{path} cannot be read as a csv file"), open(self.path, "rb") as file:
             first_line = file.readline()
             heading = first_line.decode("utf-8-sig")  # Excel writes a byte order mark
-            is_tsv = self.path.suffix == ".tsv"
-            self._separator = "\t" if is_tsv else max("\t,;", key=heading.count)
+            self._separator = "\t" if self.path.suffix == ".tsv" else max("\t,;", key=heading.count)
             columns = next(csv.reader([heading], delimiter=self._separator), [])
             self._starts, self.lines, self.fingerprint = _find_rows(
                 file, self._separator, first_line

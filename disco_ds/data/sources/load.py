@@ -123,8 +123,11 @@ def count_slots(
         num_units, unit = len(sizes), "shards"
     slots, origin = settings.slots, "set by data.slots"
     if slots is None:
-        candidates = [num for num in SLOTS if num <= len(sizes)]
-        fitting = (n for n in candidates if sum_bytes(settings, sources, n) <= _DEFAULT_BYTES)
+        fitting = (
+            num
+            for num in SLOTS
+            if num <= len(sizes) and sum_bytes(settings, sources, num) <= _DEFAULT_BYTES
+        )
         slots, origin = saved or next(fitting, 1), f"the default for {plural(len(sizes), 'shard')}"
     if slots > num_units:
         raise ValueError(
@@ -215,7 +218,5 @@ def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
     """Return a digest of the sources and their weights. The fingerprint of a single source is returned unchanged."""
     if len(sources) == 1:
         return sources[0].fingerprint
-    weights = _weigh(settings, sources)
-    return digest(
-        [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
-    )
+    weighted = zip(sources, _weigh(settings, sources), strict=True)
+    return digest([(source.fingerprint, weight) for source, weight in weighted])

@@ -199,10 +199,8 @@ def _read_list(path: Path, remote: RemoteSettings) -> Manifest:
     Raises:
         ValueError: If the file cannot be read, or lists no shard, a shard twice, or both local and remote shards.
     """
-    lines = [
-        os.path.expanduser(line.strip()) for line in read_text(path, "list of shards").split("\n")
-    ]
-    locations = [line for line in lines if line and not line.startswith("#")]
+    lines = map(str.strip, read_text(path, "list of shards").split("\n"))
+    locations = [os.path.expanduser(line) for line in lines if line and not line.startswith("#")]
     for location in locations:
         refuse_remote(location, remote)
     if len({is_remote(location) for location in locations}) != 1 or any(
@@ -227,7 +225,9 @@ def _find_start(text: str) -> str:
         raise ValueError(
             "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
         )
-    before = _cut(text[: match.start()], text) if text.startswith("http") else text[: match.start()]
+    before = text[: match.start()]
+    if text.startswith("http"):
+        before = _cut(before, text)
     # In a command, a space or a quote may precede the name.
     separators = "/ '\"" if text.startswith(PIPE) else "/"
     return text[: max(map(before.rfind, separators)) + 1]
