@@ -12,10 +12,11 @@ import logging
 import os
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,14 +130,13 @@ class Embedder:
     ) -> Iterator[tuple[Tensor, str, str]]:
         """Yield the resized image, the first caption and the similarity of the scored samples with these ids."""
         settings, manifest = self.settings, load_manifest(folder)
-        ends = np.cumsum(manifest.sizes)
+        starts = list(accumulate(manifest.sizes, initial=0))
         # The filter chose what was scored. It may name a similarity that has been replaced since.
         selection = Selection(settings.model_copy(update={"uids": None, "filter": {}}))
         with closing(manifest.open()) as reader:
             for index in ids:
-                shard = int(np.searchsorted(ends, index, side="right"))
-                entry = int(index - ends[shard]) + manifest.sizes[shard]
-                members = selection.read(reader, shard, entry)
+                shard = bisect_right(starts, index) - 1
+                members = selection.read(reader, shard, index - starts[shard])
                 picture = find_image(members, settings.image_key)
                 image = decode_for_evaluation(picture, settings.max_pixels, self.spec.image)
                 yield image, list_captions(settings.captions, members)[0], f"{scores[index]:.4f}"

@@ -39,7 +39,6 @@ from disco_ds.data.batches import (
 from disco_ds.data.order import Cursor
 from disco_ds.data.samples import InputSpec, declare_arrays
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.cache import FetchAhead
 from disco_ds.data.sources.load import check_cache, count_epoch, count_slots, fingerprint, mix
 from disco_ds.data.worker import InProcess, Worker, WorkerSpec, describe_error
 
@@ -169,13 +168,9 @@ class Loader:
             # The number of positions p < samples with p % size == rank.
             first_sample=(self.position.samples + share.size - 1 - share.rank) // share.size,
             batches=batches,
-            # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
-            ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
+            num_workers=num_workers,
         )
-        workers = [
-            Worker(replace(spec, worker=number, num_workers=num_workers))
-            for number in range(num_workers)
-        ]
+        workers = [Worker(replace(spec, worker=number)) for number in range(num_workers)]
         self.worker_pids = [worker.pid for worker in workers]
         producers: Sequence[Worker | InProcess] = workers or [InProcess(spec)]
         for producer in producers:

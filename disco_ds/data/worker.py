@@ -79,11 +79,10 @@ class WorkerSpec:
     """Number of the first sample to read, among the rank's samples."""
     batches: SharedBatches
     """The shared buffers to write into."""
-    ahead: FetchAhead
-    """Prefetches remote shards."""
+    num_workers: int
+    """Number of workers of the rank. 0: the trainer's own process reads all slots."""
     worker: int = 0
     """This worker owns slots[worker::num_workers]."""
-    num_workers: int = 1
     at: Any = field(default_factory=lambda: [-1, -1, -1, 0])
     """Four integers that the trainer reads: the source, shard and entry of the sample that is being read (-1 between
     micro-batches), and the count of fetching.progress."""
@@ -91,7 +90,7 @@ class WorkerSpec:
     @property
     def own_slots(self) -> range:
         """The slots of this worker."""
-        return self.slots[self.worker :: self.num_workers]
+        return self.slots[self.worker :: self.num_workers or 1]
 
 
 class _OpenSource:
@@ -151,9 +150,9 @@ class _StreamReader:
         report = Report()
         for q in range(start, start + spec.share.micro_batch):
             number, i = divmod(q, len(spec.slots))
-            # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
-            if i % spec.num_workers == spec.worker:
-                sample = self.next(spec.order.stream(spec.slots[i], number), report)
+            # Skip the samples of other workers' slots.
+            if (slot := spec.slots[i]) in spec.own_slots:
+                sample = self.next(spec.order.stream(slot, number), report)
                 for name, array in batch.items():
                     array[q - start] = sample[name]
         spec.at[:3] = -1, -1, -1
@@ -239,7 +238,10 @@ def produce_reports(spec: WorkerSpec, wait: Callable[[], object]) -> Generator[R
         OSError: If a shard cannot be read. The message names the shard.
     """
     with closing(_StreamReader(spec)) as reader:
-        spec.ahead.start(reader.cursor)
+        # The trainer's own process prefetches nothing.
+        if spec.num_workers:
+            least = spec.settings.remote.prefetch_shards
+            FetchAhead(spec.sources, spec.order, least, reader.cursor).start()
         starts = count(spec.first_sample, spec.share.micro_batch)
         for start, batch in zip(starts, cycle(spec.batches.buffers)):
             wait()

@@ -62,37 +62,35 @@ def test_upcoming_shards_are_those_read_next(slots: int, window: int) -> None:
 
 def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window() -> None:
     order = Mixture([[100] * 12], [1.0], 4, seed=5, window=10)
-    ahead = FetchAhead([], order, least=1)
     # Slots 0 and 1 have read 5 and 95 samples of the first epoch, so they need their second shards after 95 and 5 more.
-    cursor = {0: (0, 5), 1: (0, 95)}
+    ahead = FetchAhead([], order, 1, {0: (0, 5), 1: (0, 95)})
     own = DataOrder([100] * 12, 4, 5, 10)
     reads = {
         slot: list(dict.fromkeys(read_on(own, slot, 0, offset, 300)))
         for slot, offset in ((0, 5), (1, 95))
     }
     expected = [*sorted([reads[0][0], reads[1][0]]), reads[1][1], reads[0][1]]
-    assert ahead.find_wanted(cursor) == [(0, shard) for shard in expected]
+    assert ahead.find_wanted() == [(0, shard) for shard in expected]
 
 
 def test_small_shards_are_wanted_a_window_ahead() -> None:
     order = Mixture([[3] * 400], [1.0], 4, seed=5, window=30)
-    ahead = FetchAhead([], order, least=1)
+    ahead = FetchAhead([], order, 1, {2: (0, 0)})
     own = DataOrder([3] * 400, 4, 5, 30)
-    assert sorted(ahead.find_wanted({2: (0, 0)})) == [
+    assert sorted(ahead.find_wanted()) == [
         (0, shard) for shard in sorted(set(read_on(own, 2, 0, 0, 60)))
     ]
 
 
 def test_single_shard_wants_no_other() -> None:
-    ahead = FetchAhead([], Mixture([[50]], [1.0], 1, seed=0, window=10), least=7)
-    assert ahead.find_wanted({0: (0, 45)}) == [(0, 0)]
+    ahead = FetchAhead([], Mixture([[50]], [1.0], 1, seed=0, window=10), 7, {0: (0, 45)})
+    assert ahead.find_wanted() == [(0, 0)]
 
 
 def test_rare_source_of_a_mixture_is_less_urgent() -> None:
     order = Mixture([[20] * 8, [20] * 800], [9.0, 1.0], 2, seed=5, window=10)
-    ahead = FetchAhead([], order, least=1)
-    cursor = dict.fromkeys(order.streams([0]), (0, 0))
-    sources = [source for source, _ in ahead.find_wanted(cursor)]
+    ahead = FetchAhead([], order, 1, dict.fromkeys(order.streams([0]), (0, 0)))
+    sources = [source for source, _ in ahead.find_wanted()]
     assert [source for source, _ in itertools.groupby(sources)] == [0, 1, 0, 1]
 
 
@@ -192,10 +190,9 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
     """The small source has 20 samples for 512 slots, so most of its slots have no sample in an epoch."""
     order = Mixture([[20], [100] * 1000], [0.5, 0.5], 512, seed=5, window=50)
-    ahead = FetchAhead([], order, least=1)
-    cursor = dict.fromkeys(order.streams(range(64)), (0, 0))
+    ahead = FetchAhead([], order, 1, dict.fromkeys(order.streams(range(64)), (0, 0)))
     start = time.process_time()
-    assert len(ahead.find_wanted(cursor)) > 64
+    assert len(ahead.find_wanted()) > 64
     assert time.process_time() - start < 0.5
 
 

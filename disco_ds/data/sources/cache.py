@@ -304,24 +304,22 @@ class FetchAhead:
     least: int
     """Minimum number of shards to prefetch for every stream, in addition to those that it is reading. If it is 0,
     nothing is prefetched."""
+    cursor: Cursor
+    """The position of each stream. The thread that reads the samples keeps it up to date."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _not_before: dict[SourceShard, float] = field(default_factory=dict)
     """The time before which each shard is skipped; infinity if it was fetched or is being fetched."""
 
-    def start(self, cursor: Cursor) -> None:
-        """Start the threads if a source has anything to prefetch. They end with the process.
-
-        Args:
-            cursor: The position of each stream. The thread that reads the samples keeps it up to date.
-        """
+    def start(self) -> None:
+        """Start the threads if a source has anything to prefetch. They end with the process."""
         if self.least and any(source.open_fetcher() for source in self.sources):
-            lock = threading.Lock()
             for _ in range(_THREADS):
-                threading.Thread(target=self._run, args=[cursor, lock], daemon=True).start()
+                threading.Thread(target=self._run, daemon=True).start()
 
-    def find_wanted(self, cursor: Cursor) -> list[SourceShard]:
+    def find_wanted(self) -> list[SourceShard]:
         """List the shards that the streams are reading or need next, the most urgent first."""
         needed: dict[SourceShard, float] = {}
-        for stream, position in cursor.items():
+        for stream, position in self.cursor.items():
             source, _ = self.order.split(stream)
             beyond, reached = 0, 0.0
             for away, shard in self.order.upcoming(stream, *position):
@@ -333,9 +331,9 @@ class FetchAhead:
                 reached = away
         return sorted(needed, key=lambda shard: (needed[shard], shard))
 
-    def _claim(self, cursor: Cursor) -> SourceShard | None:
+    def _claim(self) -> SourceShard | None:
         """Choose the most urgent shard, and mark it as being fetched. Return None if no shard needs to be fetched."""
-        wanted = self.find_wanted(cursor)
+        wanted = self.find_wanted()
         self._not_before = {shard: self._not_before.get(shard, 0) for shard in wanted}
         for shard in wanted:
             if time.monotonic() >= self._not_before[shard]:
@@ -343,11 +341,11 @@ class FetchAhead:
                 return shard
         return None
 
-    def _run(self, cursor: Cursor, lock: threading.Lock) -> None:
+    def _run(self) -> None:
         fetchers = [source.open_fetcher() for source in self.sources]
         while True:
-            with lock:
-                claimed = self._claim(cursor)
+            with self._lock:
+                claimed = self._claim()
             if claimed is None:
                 time.sleep(_IDLE_S)
                 continue
@@ -357,6 +355,6 @@ class FetchAhead:
                     fetch(shard)
             except Exception:
                 # Custom sources may raise anything. If the failure persists, the reader reports it.
-                with lock:
+                with self._lock:
                     self._not_before[claimed] = time.monotonic() + _RETRY_S
                 time.sleep(_PAUSE_S)

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 def index_shards(
     where: Path | Manifest,
     workers: int = 0,
-    progress: Callable[[], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
     known: Iterable[Shard] = (),
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
@@ -96,8 +96,7 @@ def index_shards(
             missing.append(name)
         else:
             unreadable.append(f"{name}: {result}")
-        if progress is not None:
-            progress()
+        progress()
         if save is not None and time.monotonic() > saved_at + _SAVE_S:
             save(collect(listing, before | counted))
             saved_at = time.monotonic()

@@ -96,7 +96,20 @@ class Selection:
             for key, rule in self._rules.items():
                 if not _passes(fields.get(key), rule):
                     raise DroppedSample(f"its {key} does not pass data.filter")
-        return self._prepare(members, name()) if self._stages else members
+        if not self._stages:
+            return members
+        shard, _, key = name().rpartition(".tar/")
+        samples: Iterable[dict[str, Any]] = [{"__key__": key, "__url__": f"{shard}.tar", **members}]
+        for stage in self._stages:
+            samples = stage(iter(samples))
+        kept = list(islice(samples, 2))
+        if not kept:
+            raise DroppedSample("data.transforms dropped it")
+        if len(kept) > 1 or not isinstance(kept[0], dict):
+            raise ValueError(
+                "data.transforms must return one dictionary for each sample, or drop it"
+            )
+        return kept[0]
 
     def check_fields(self) -> None:
         """Check that at least one of the first samples, if there were any, had each field of data.filter.
@@ -110,20 +123,6 @@ class Selection:
                 f"data.filter: none of the first {self._num_seen:,} samples has the field {', '.join(missing)}; their "
                 f"fields: {', '.join(sorted(self._seen))}"
             )
-
-    def _prepare(self, members: Members, name: str) -> Members:
-        shard, _, key = name.rpartition(".tar/")
-        samples: Iterable[dict[str, Any]] = [{"__key__": key, "__url__": f"{shard}.tar", **members}]
-        for stage in self._stages:
-            samples = stage(iter(samples))
-        kept = list(islice(samples, 2))
-        if not kept:
-            raise DroppedSample("data.transforms dropped it")
-        if len(kept) > 1 or not isinstance(kept[0], dict):
-            raise ValueError(
-                "data.transforms must return one dictionary for each sample, or drop it"
-            )
-        return kept[0]
 
 
 def load_stages(function: str) -> list[Stage]:
