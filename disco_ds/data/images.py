@@ -173,8 +173,8 @@ def _evaluation_transform(spec: ImageSpec) -> Any:
     return image_transform(
         spec.size,
         is_train=False,
-        mean=(0.0, 0.0, 0.0),
-        std=(1.0, 1.0, 1.0),
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
         resize_mode=spec.resize_mode,
         interpolation=spec.interpolation,
     )

@@ -287,19 +287,21 @@ class Mixture:
         """Return the source and the slot of a stream."""
         return divmod(stream, self._num_slots)
 
-    def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
+    def upcoming(
+        self, stream: int, epoch: int, offset: int
+    ) -> Iterator[tuple[float, tuple[int, int]]]:
         """Yield the shards that a stream reads next if its cursor is (epoch, offset). The iterator never ends.
 
         Yields:
-            A pair (samples, shard). The shard is needed only after the stream's slot has read about `samples` more
-            samples, from all sources together.
+            A pair (samples, (source, shard)). The shard is needed only after the stream's slot has read about `samples`
+            more samples, from all sources together.
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE
         # Only this share of the slot's samples comes from the source. While the stream reads `away` samples, the slot
         # reads away / share samples.
         for away, shard in self.orders[source].upcoming(slot, epoch, offset):
-            yield away / share, shard
+            yield away / share, (source, shard)
 
     def sample_id(self, source: int, shard: int, entry: int) -> int:
         """Return the id of a sample."""

@@ -268,8 +268,7 @@ def find_stored(
         for part, source in zip(settings.per_source, sources, strict=True):
             if isinstance(source, Manifest) and not source.urls:
                 # The shards of a pattern or of a list may be in several folders.
-                folders = {os.path.dirname(shard.name) for shard in source.shards}
-                for folder in sorted(folders):
+                for folder in sorted({os.path.dirname(shard.name) for shard in source.shards}):
                     check_record(source.folder / folder, part)
     width = sum(teacher.widths or ())
     width = width or _measure(sources[0], stages[0].per_source[0], teacher.image)

@@ -128,8 +128,8 @@ class _StreamReader:
         self._entries: dict[int, Iterator[Entry]] = {}
         for stream, start in self.cursor.items():
             number, slot = spec.order.split(stream)
-            order, source = spec.order.orders[number], self._sources[number]
-            self._entries[stream] = order.entries(slot, start, source.count)
+            count_samples = self._sources[number].count
+            self._entries[stream] = spec.order.orders[number].entries(slot, start, count_samples)
         self._num_read = 0
         """Number of samples that were read and not dropped."""
         self._visited = set[tuple[int, int]]()

@@ -320,13 +320,12 @@ class FetchAhead:
         """List the shards that the streams are reading or need next, the most urgent first."""
         needed: dict[SourceShard, float] = {}
         for stream, position in self.cursor.items():
-            source, _ = self.order.split(stream)
             beyond, reached = 0, 0.0
             for away, shard in self.order.upcoming(stream, *position):
                 # The shards of a window are needed together, so stop only between windows.
                 if away > reached and beyond >= self.least:
                     break
-                needed[source, shard] = min(away, needed.get((source, shard), away))
+                needed[shard] = min(away, needed.get(shard, away))
                 beyond += away > 0
                 reached = away
         return sorted(needed, key=lambda shard: (needed[shard], shard))

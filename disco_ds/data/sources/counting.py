@@ -102,17 +102,14 @@ def index_shards(
             saved_at = time.monotonic()
 
     try:
-        uncounted: dict[str, Shard] = {}
+        locations = listing.locate()
+        tasks: list[tuple[Shard, str]] = []
         for name, result in _find_counts(listing, not whole, before):
             if isinstance(result, Shard) and not result.samples:
-                uncounted[name] = result
+                tasks.append((result, locations[name]))
             else:
                 record(name, result)
-        tasks = [
-            (uncounted[name], location)
-            for name, location in listing.locate().items()
-            if name in uncounted
-        ]
+        tasks.sort()  # by name
         count = partial(_count, listing.remote, whole)
         context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
         with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
