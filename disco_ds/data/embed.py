@@ -235,6 +235,7 @@ class Embedder:
         images = torch.stack([sample.images for sample in samples]).to(device)
         texts = torch.cat([sample.tokens for sample in samples]).to(device)
         if self.score or not views:
+            # The resized image follows the crops.
             whole = crops = self._encode(0, images[:, views])
         if views:
             keys = torch.tensor([key for sample in samples for key in sample.keys], device=device)
