@@ -44,6 +44,7 @@ CommDtype = Literal["fp32", "fp16", "bf16"]
 TileSize = Annotated[Sequence[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]
 """Number of rows and number of columns."""
 SameGroup = Literal["negatives", "ignored", "positives"]
+Visit = Callable[[int, list[Tensor]], list[Tensor]]
 
 
 class TiledLoss(Loss):
@@ -175,6 +176,9 @@ class GroupedLoss(TiledLoss):
 class _Columns:
     """The columns with which a rank's rows are compared.
 
+    `sums` and `gradient` are collective: every rank must call them, in the same order. So is the constructor of
+    Gathered.
+
     Args:
         columns: [b, D], this rank's columns.
         loss: Provides the tiling, the dtype in which columns are sent, and the process group.
@@ -192,25 +196,140 @@ class _Columns:
         """
         if loss.comm_dtype is not None and self.local.dtype != torch.float64:
             self.local = self.local.to(loss.comm_dtype)
+        self.columns = self.local
+        """The columns that `visit` of `gradient` gets: for Gathered those of all ranks, for Ring first this rank's."""
+
+    def _visit_all(self, sent: list[Tensor], visit: Visit) -> list[Tensor]:
+        """Call `visit` until it has seen the columns of all ranks, and sum the results of all ranks. Collective.
+
+        Args:
+            sent: Alternately columns, and a vector [b] with one number for each of this rank's columns.
+            visit: Called with a number `owner`, as for `block`, and with columns and vectors of the same m columns.
+                Returns tensors of m rows, this rank's contributions to results for these columns.
+
+        Returns:
+            The results for this rank's columns.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        rows: Tensor,
+        scales: Sequence[Tensor],
+        shifts: Tensor,
+        shift: Tensor | None,
+        needs_columns: bool,
+        moments: tuple[Tensor, Tensor] | None = None,
+        teachers: Sequence[Softmaxes] = (),
+        target_gradient: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
+
+        softmax_gradient defines both gradients. The gradient of a row is a sum over all columns, and the gradient of a
+        column is a sum over the rows of all ranks.
+
+        Args:
+            rows: [b, D].
+            scales: Scales of the rows and of the columns, as for `block`.
+            shifts: [2, b], row_shift and column_shift of softmax_gradient.
+            shift: The shift with which `sums` computed the sums, or None.
+            needs_columns: Compute the gradient of the columns.
+            moments: For Gathered: [b] and [B] float64, to which softmax_gradient adds the moments of this rank's rows
+                and, as far as they come from this rank's rows, those of the columns of all ranks.
+            teachers: The teachers' softmaxes, whose probabilities are soft targets.
+            target_gradient: [b, D], receives the part of the rows' gradient that the caller must subtract (see
+                softmax_gradient). Required with teachers.
+
+        Returns:
+            The two gradients, [b, D] each; None for that of the columns if it is not needed.
+        """
+        d_rows = zero_gradient(rows)
+
+        def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
+            columns, column_shifts, *of_teachers = block
+            d_columns = zero_gradient(columns) if needs_columns else None
+            targets = [
+                Weights(
+                    each.blocks.block(each.operands[0], side, each.scales, owner, each.shift),
+                    each.lse[0],
+                    column_lse,
+                    each.weight,
+                    each.weighted_columns,
+                )
+                for each, side, column_lse in zip(
+                    teachers, of_teachers[::2], of_teachers[1::2], strict=True
+                )
+            ]
+            softmax_gradient(
+                self.block(rows, columns, scales, owner, shift),
+                shifts[0],
+                column_shifts,
+                d_rows,
+                d_columns,
+                moments,
+                targets,
+                target_gradient,
+            )
+            return [] if d_columns is None else [d_columns]
+
+        # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums, so
+        # they are sent too.
+        sent = [self.columns, shifts[1]]
+        for each in teachers:
+            sent += [each.blocks.columns, each.lse[1]]
+        gradients = self._visit_all(sent, visit)
+        return d_rows, gradients[0] if gradients else None
+
+    def block(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scales: Sequence[Tensor],
+        owner: int,
+        shift: Tensor | None = None,
+    ) -> Block:
+        """Return the block of this rank's rows and m consecutive columns.
+
+        Args:
+            rows: [b, D].
+            columns: [m, D].
+            scales: Scales of the rows, [1] or [b], and of the columns, [1] or [m].
+            owner: `columns` begin at the column owner x m of all ranks. If m = b, this is the rank that has them.
+            shift: The shift of the block.
+        """
+        b, m = len(rows), len(columns)
+        groups = self.groups
+        if groups is not None:
+            groups = replace(groups, columns=groups.columns.split(m)[owner])
+        return Block(
+            rows,
+            columns,
+            scales[0].expand(b),
+            scales[1].expand(m),
+            comm.rank(self.group) * b - owner * m,
+            shift,
+            self.tiling,
+            groups,
+        )
 
 
 class Gathered(_Columns):
     """The columns of all ranks, gathered in one B x D tensor. This is faster than Ring if the tensor fits in memory.
 
-    The gradient of the columns, if needed, takes a second tensor of this size. The constructor, `sums` and `gradient`
-    are collective: every rank must call them, in the same order.
+    The gradient of the columns, if needed, takes a second tensor of this size.
     """
 
     def __init__(self, columns: Tensor, loss: TiledLoss, groups: Groups | None = None):
         super().__init__(columns, loss, groups)
-        self.columns = self.local
         if comm.size(self.group) > 1:
             self.columns = comm.gather(self.local, group=self.group)
-        self.diagonal = comm.rank(self.group) * len(columns)
-        self.local_range = slice(self.diagonal, self.diagonal + len(columns))
+        start = comm.rank(self.group) * len(columns)
+        self.local_range = slice(start, start + len(columns))
         self.local = self.columns[self.local_range]  # frees this rank's copy
 
-    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
+    def sums(
+        self, rows: Tensor, scales: Sequence[Tensor], shift: Tensor | None, maxima: bool
+    ) -> Sums:
         """Compute the logarithm of the sum of exponentials over each of this rank's rows and each of its columns.
 
         The sum over a row includes the columns of all ranks, and the sum over a column the rows of all ranks. Both
@@ -218,14 +337,14 @@ class Gathered(_Columns):
 
         Args:
             rows: [b, D].
-            scales: [2, b], scales of the rows and of the columns.
+            scales: Scales of the rows and of the columns, as for `block`.
             shift: [1], subtracted from all exponents. None: a separate maximum is subtracted for each row and column.
             maxima: Also find the largest exponents.
 
         Returns:
             Sums with one entry for each of the b rows and each of the b columns.
         """
-        part = softmax_sums(self.block(rows, scales, shift), maxima)
+        part = softmax_sums(self.block(rows, self.columns, scales, 0, shift), maxima)
         if comm.size(self.group) == 1:
             return part
         # The column sums are logarithms of sums over this rank's rows. To add them across ranks, subtract a common
@@ -241,96 +360,28 @@ class Gathered(_Columns):
             part.maxima = [part.maxima[0], columns_max]
         return part
 
-    def gradient(
-        self,
-        rows: Tensor,
-        scales: Tensor,
-        shifts: Tensor,
-        shift: Tensor | None,
-        needs_columns: bool,
-        moments: Tensor | None = None,
-        teachers: Sequence[Softmaxes] = (),
-        target_gradient: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
-
-        softmax_gradient defines both gradients. The gradient of a row is a sum over all columns, and the gradient of a
-        column is a sum over the rows of all ranks.
-
-        Args:
-            rows: [b, D].
-            scales: [2, b], scales of the rows and of the columns.
-            shifts: [2, b], row_shift and column_shift of softmax_gradient.
-            shift: The shift with which `sums` computed the sums, or None.
-            needs_columns: Compute the gradient of the columns.
-            moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
-            teachers: The teachers' softmaxes, whose probabilities are soft targets.
-            target_gradient: [b, D], receives the part of the rows' gradient that the caller must subtract (see
-                softmax_gradient). Required with teachers.
-
-        Returns:
-            The two gradients, [b, D] each; None for that of the columns if it is not needed.
-        """
-        d_rows = zero_gradient(rows)
-        # Every rank computes the contribution of its rows to the gradients of all columns. A reduce_scatter sums the
+    def _visit_all(self, sent: list[Tensor], visit: Visit) -> list[Tensor]:
+        """Call `visit` once, on the columns of all ranks."""
+        sent[1::2] = [comm.gather(x, self.group) for x in sent[1::2]]
+        # Every rank computes the contribution of its rows to the results for all columns. A reduce_scatter sums the
         # contributions and sends each rank the sums for its own columns.
-        d_columns = zero_gradient(self.columns) if needs_columns else None
-        parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        block = self.block(rows, scales, shift)
-        column_shifts = self._gather_vector(shifts[1])
-        targets = [
-            each.targets(
-                each.blocks.block(each.operands[0], each.scales, each.shift),
-                self._gather_vector(each.lse[1]),
-            )
-            for each in teachers
-        ]
-        softmax_gradient(
-            block, shifts[0], column_shifts, d_rows, d_columns, parts, targets, target_gradient
-        )
-        if moments is not None and parts is not None:
-            moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.local_range]
-        if d_columns is not None:
-            d_columns = comm.reduce_scatter_in_place(d_columns, self.group)
-        return d_rows, d_columns
-
-    def _gather_vector(self, local: Tensor) -> Tensor:
-        """Gather from every rank a vector [b] with one number for each of the rank's columns.
-
-        A vector with stride 0 is one number, expanded to [b]. This number is the same on every rank, so nothing is
-        sent.
-        """
-        if local.stride(0) == 0:
-            return local[:1].expand(len(self.columns))
-        return comm.gather(local, group=self.group)
-
-    def block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
-        """Return the block that compares this rank's rows with all columns."""
-        column_scale = self._gather_vector(scales[1])
-        return Block(
-            rows,
-            self.columns,
-            scales[0],
-            column_scale,
-            self.diagonal,
-            shift,
-            self.tiling,
-            self.groups,
-        )
+        return [comm.reduce_scatter_in_place(x, self.group) for x in visit(0, sent)]
 
 
 class Ring(_Columns):
     """The columns of all ranks, sent around a ring block by block, so that no tensor grows with the global batch.
 
-    All scales must be equal. `sums` and `gradient` are collective: every rank must call them, in the same order.
+    All scales must be equal.
     """
 
-    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
+    def sums(
+        self, rows: Tensor, scales: Sequence[Tensor], shift: Tensor | None, maxima: bool
+    ) -> Sums:
         """Compute the sums that Gathered.sums computes, processing the columns of one rank at a time."""
         parts: list[Sums] = []
 
         def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
-            part = softmax_sums(self.block(rows, block[0], scales[0], owner, shift), maxima)
+            part = softmax_sums(self.block(rows, block[0], scales, owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             if parts:
                 parts[0].add_rows(part)
@@ -341,66 +392,9 @@ class Ring(_Columns):
         columns, *columns_max = comm.circulate([self.local], visit, _join_sums, self.group)
         return replace(parts[0], columns=columns, maxima=[*parts[0].maxima[:1], *columns_max])
 
-    def gradient(
-        self,
-        rows: Tensor,
-        scales: Tensor,
-        shifts: Tensor,
-        shift: Tensor | None,
-        needs_columns: bool,
-        teachers: Sequence[Softmaxes] = (),
-        target_gradient: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients that Gathered.gradient computes, processing the columns of one rank at a time.
-
-        Moments are not supported.
-        """
-        d_rows = zero_gradient(rows)
-        sent = [self.local, shifts[1]]
-        for each in teachers:
-            sent += [each.blocks.local, each.lse[1]]
-
-        def visit(owner: int, block: list[Tensor]) -> list[Tensor]:
-            columns, column_shifts, *of_teachers = block
-            d_columns = zero_gradient(columns) if needs_columns else None
-            # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
-            # so they travel with the owner's columns.
-            targets = [
-                each.targets(
-                    each.blocks.block(
-                        each.operands[0], of_teachers[2 * k], each.scales[0], owner, each.shift
-                    ),
-                    of_teachers[2 * k + 1],
-                )
-                for k, each in enumerate(teachers)
-            ]
-            softmax_gradient(
-                self.block(rows, columns, scales[0], owner, shift),
-                shifts[0],
-                column_shifts,
-                d_rows,
-                d_columns,
-                targets=targets,
-                target_gradient=target_gradient,
-            )
-            return [] if d_columns is None else [d_columns]
-
-        gradients = comm.circulate(sent, visit, _add_parts, self.group)
-        return d_rows, gradients[0] if gradients else None
-
-    def block(
-        self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None = None
-    ) -> Block:
-        """Return the block of this rank's rows and the columns of the rank `owner`.
-
-        The block has positive pairs only if `owner` is this rank. `scales`, [b] or [1], are all equal.
-        """
-        diagonal = 0 if owner == comm.rank(self.group) else None
-        groups = self.groups
-        if groups is not None:
-            groups = replace(groups, columns=groups.columns.split(len(rows))[owner])
-        scales = scales.expand(len(rows))
-        return Block(rows, columns, scales, scales, diagonal, shift, self.tiling, groups)
+    def _visit_all(self, sent: list[Tensor], visit: Visit) -> list[Tensor]:
+        """Call `visit` on the columns of one rank after another."""
+        return comm.circulate(sent, visit, _add_parts, self.group)
 
 
 Blocks = Gathered | Ring
@@ -444,7 +438,8 @@ class Softmaxes:
         """[1] float64, not 0."""
         self.operands = self.rows, self.columns
         """Rows and columns as the tiles multiply them. If the scale is negative, its sign is moved to these."""
-        self.operand_scale = self.scale
+        self.scales = self.scale, self.scale
+        """Scales of the rows and of the columns, without the sign that `operands` contains."""
         self.pair_logits = self.scale * pair_cosines(self.rows, self.columns, self.tiling)
         """[b] float64, the logits of the positive pairs."""
         self.weighted_columns: Tensor | None = None
@@ -460,7 +455,7 @@ class Softmaxes:
         self.shift = None
         rows, columns = self.operands
         self.operands = self.take_sign(rows), self.take_sign(columns)
-        self.operand_scale = self.scale.abs()
+        self.scales = self.scale.abs(), self.scale.abs()
         self._compute_sums()
 
     def take_sign(self, features: Tensor) -> Tensor:
@@ -468,23 +463,9 @@ class Softmaxes:
         return features * torch.where(self.scale < 0, -1, 1).to(features.dtype)
 
     @property
-    def scales(self) -> Tensor:
-        """[2, b], the scale of each row and each column, without the sign that `operands` contains."""
-        return self.operand_scale.expand(2, len(self.rows))
-
-    @property
     def negative_mass(self) -> Tensor:
         """[b], the total probability of the negatives in each pair's row and column, multiplied by the weight."""
         return self.weight * (self.negatives_lse - self.lse).exp().sum(0)
-
-    def targets(self, block: Block, column_lse: Tensor) -> Weights:
-        """Return a teacher's targets for one block of its similarities.
-
-        Args:
-            block: A block that `blocks` has made, with m columns.
-            column_lse: [m], the entries of lse[1] for these columns.
-        """
-        return Weights(block, self.lse[0], column_lse, self.weight, self.weighted_columns)
 
     def _compute_sums(self) -> None:
         sums = self.blocks.sums(self.operands[0], self.scales, self.shift, self.maxima)

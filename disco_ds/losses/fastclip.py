@@ -201,15 +201,20 @@ class _FastCLIP(torch.autograd.Function):
         cross = Gathered(columns, loss)
         rows, columns = cross.tiling.quantize(rows), cross.local
         cosines = pair_cosines(rows, columns, cross.tiling)
-        scales = tau.reciprocal().expand(2, b)
-        shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
-        sums = cross.sums(rows, scales, shift, loss.accuracy)
+        scales = tau.reciprocal().expand(2, -1)
+        column_scale, shift = scales[1], None
+        if len(tau) == 1:
+            shift = overflow_shift(rows, columns, column_scale, group)
+        else:
+            column_scale = comm.gather(column_scale, group)
+        of_tiles = scales[0], column_scale
+        sums = cross.sums(rows, of_tiles, shift, loss.accuracy)
         # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
         # which the shift is computed. In that case, subtract a separate maximum in each sum.
         others = torch.stack([sums.rows, sums.columns])
         if shift is not None and not check_shift(shift, others, group)():
             shift = None
-            sums = cross.sums(rows, scales, shift, loss.accuracy)
+            sums = cross.sums(rows, of_tiles, shift, loss.accuracy)
             others = torch.stack([sums.rows, sums.columns])
         x = scales * cosines
         # g is a mean: the sum of exp(logit - positive pair's logit), divided by the number of other samples.
@@ -225,8 +230,7 @@ class _FastCLIP(torch.autograd.Function):
         # The weight of entry (i, j), exp(logit_ij - shift_i), is the contribution of j to gamma g_i / (eps + u_i).
         # The weight is at most 1, as the tiles require, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
-        ctx.settings = cross, gamma, loss
-        ctx.shift = shift
+        ctx.settings = cross, of_tiles, shift, gamma, loss
         ctx.save_for_backward(rows, columns, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
         hits = [count_hits(*each) for each in zip(sums.maxima, x, scales, strict=False)]
@@ -237,12 +241,13 @@ class _FastCLIP(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
         _, needs_columns, needs_tau, *_ = ctx.needs_input_grad
-        cross, gamma, loss = ctx.settings
+        cross, scales, shift, gamma, loss = ctx.settings
         tiling = cross.tiling
         b = len(rows)
-        scales = tau.reciprocal().expand(2, b)
-        moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
-        d_rows, d_columns = cross.gradient(rows, scales, shifts, ctx.shift, needs_columns, moments)
+        moments = None
+        if needs_tau and len(tau) == 2:
+            moments = shifts.new_zeros(b), shifts.new_zeros(len(cross.columns))
+        d_rows, d_columns = cross.gradient(rows, scales, shifts, shift, needs_columns, moments)
         # Every h_ij subtracts the positive pair's cosine, so the pair's weight is minus the sum of all other weights.
         weights = (others - shifts).exp()
         # The weights of the tiles contain gamma, so divide the factor by gamma.
@@ -255,8 +260,10 @@ class _FastCLIP(torch.autograd.Function):
         if moments is not None:
             # A sample's temperature is updated with the gradient of its own term only, so do not divide by the
             # number of terms, 2b, or multiply by the upstream gradient, which may contain a loss scale.
-            weighted = moments / tiling.underflow_scale() - cosines * weights
-            d_tau = direct - 1 / gamma * scales * weighted
+            of_columns = comm.all_reduce_sum(moments[1], loss.group)[cross.local_range]
+            weighted = torch.stack([moments[0], of_columns]) / tiling.underflow_scale()
+            weighted -= cosines * weights
+            d_tau = direct - 1 / gamma * tau.reciprocal() * weighted
         elif needs_tau:
             # <rows, gradient of rows> is the sum of weight x h over all entries.
             d_tau = (share * direct).sum() - inner_product(rows, d_rows) / tau

@@ -107,7 +107,7 @@ class _SigLIP(torch.autograd.Function):
             # The loss, and the gradient and maxima of this rank's rows, stay on this rank. The gradient and maxima of
             # the columns travel with the columns.
             d_others = zero_gradient(block[0]) if needs_columns else None
-            current = blocks.block(rows, block[0], scale, owner)
+            current = blocks.block(rows, block[0], (scale, scale), owner)
             targets = [
                 target.for_columns(columns, owner)
                 for target, columns in zip(soft_targets, block[1:], strict=True)
@@ -197,7 +197,7 @@ class _SigmoidTargets:
 
     def for_columns(self, columns: Tensor, owner: int) -> SigmoidTarget:
         """Return the targets for the columns [b, D'] of the rank `owner`."""
-        block = self.blocks.block(self.rows, columns, self.scale, owner)
+        block = self.blocks.block(self.rows, columns, (self.scale, self.scale), owner)
         return SigmoidTarget(block, self.bias, self.weight, self.sums, self.weighted_columns)
 
     def entropy(self) -> Tensor:
