@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class _SigLIP(torch.autograd.Function):
         weight = pair_weights.sum()
         largest: Tensor | None = None
         soft_targets = [
-            _SigmoidTargets(*teacher, (loss.teacher_weight or 0.0) / len(teachers), loss)
+            _make_target(*teacher, (loss.teacher_weight or 0.0) / len(teachers), loss)
             for teacher in teachers
         ]
         target_gradient = zero_gradient(rows) if teachers else None
@@ -109,7 +110,10 @@ class _SigLIP(torch.autograd.Function):
             d_others = zero_gradient(block[0]) if needs_columns else None
             current = blocks.block(rows, block[0], (scale, scale), owner)
             targets = [
-                target.for_columns(columns, owner)
+                replace(
+                    target,
+                    block=replace(target.block, columns=columns, diagonal=current.diagonal),
+                )
                 for target, columns in zip(soft_targets, block[1:], strict=True)
             ]
             sums = sigmoid_block(
@@ -127,7 +131,7 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 local[-1].add_(received[-1])
 
-        sides = [sent, *(target.blocks.local for target in soft_targets)]
+        sides = [sent, *(target.block.columns for target in soft_targets)]
         home = comm.circulate(sides, visit, join, loss.group)
         d_columns = home[-1] if needs_columns else None
         parts: Tensor | None = None
@@ -137,13 +141,15 @@ class _SigLIP(torch.autograd.Function):
             change = -scale[0] * inner_product(rows, target_gradient) / tiling.underflow_scale()
             entropy = torch.zeros_like(change)
             for target in soft_targets:
+                own = target.block
+                y = own.row_scale * pair_cosines(own.rows, own.columns, tiling) + target.bias
                 # The teacher's probability replaces the target 1 of a positive pair and the target 0 of a negative.
-                missing = target.weight * (-target.y).sigmoid()
+                missing = target.weight * (-y).sigmoid()
                 negative_mass = target.weight * target.sums[1]
                 pair_weights += missing
                 weight += missing.sum() - negative_mass
                 change += (missing * z).sum() - negative_mass * bias[0].double()
-                entropy += target.weight * target.entropy()
+                entropy += target.weight * _entropy(target, y)
             share = loss.teacher_weight or 1.0
             cross_entropy = total + change / share
             parts = torch.stack([total, cross_entropy, cross_entropy - entropy / share]) / b
@@ -168,8 +174,10 @@ class _SigLIP(torch.autograd.Function):
         return *gradients, None, None, None, None, d_bias
 
 
-class _SigmoidTargets:
-    """One teacher's soft targets: sigmoid(y) for every entry, where y is the teacher's logit.
+def _make_target(
+    rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: SigLIPLoss
+) -> SigmoidTarget:
+    """Return a teacher's soft targets for this rank's own block.
 
     Args:
         rows: [b, D'], the teacher's features of the side (image or text) that the student's rows are from.
@@ -178,33 +186,27 @@ class _SigmoidTargets:
         weight: Weight of this teacher in the loss.
         loss: Provides the tiling and the comm dtype.
     """
+    blocks = Ring(columns, loss)
+    scale = divisible_scale(teacher.scale.detach())
+    # The tiles need a positive scale.
+    rows = blocks.tiling.quantize(rows * scale.sign().to(rows.dtype))
+    scale = scale.abs()
+    block = blocks.block(rows, blocks.local, (scale, scale), comm.rank(loss.group))
+    bias = torch.zeros_like(scale) if teacher.bias is None else teacher.bias.detach().double()
+    sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
+    return SigmoidTarget(block, bias, weight, sums, zero_gradient(rows))
 
-    def __init__(
-        self, rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: SigLIPLoss
-    ):
-        self.blocks = Ring(columns, loss)
-        self.tiling = self.blocks.tiling
-        self.weight = weight
-        scale = divisible_scale(teacher.scale.detach())
-        # The tiles need a positive scale.
-        self.scale = scale.abs()
-        self.rows = self.tiling.quantize(rows * scale.sign().to(rows.dtype))
-        bias = teacher.bias
-        self.bias = torch.zeros_like(self.scale) if bias is None else bias.detach().double()
-        self.y = self.scale * pair_cosines(self.rows, self.blocks.local, self.tiling) + self.bias
-        self.weighted_columns = zero_gradient(self.rows)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
 
-    def for_columns(self, columns: Tensor, owner: int) -> SigmoidTarget:
-        """Return the targets for the columns [b, D'] of the rank `owner`."""
-        block = self.blocks.block(self.rows, columns, (self.scale, self.scale), owner)
-        return SigmoidTarget(block, self.bias, self.weight, self.sums, self.weighted_columns)
+def _entropy(target: SigmoidTarget, y: Tensor) -> Tensor:
+    """Return the sum of the entropies of a teacher's probabilities over all entries of this rank's rows, 0-d.
 
-    def entropy(self) -> Tensor:
-        """Return the sum of the entropies of the teacher's probabilities over all entries of this rank's rows, 0-d."""
-        # The entropy of an entry is softplus(y) - sigmoid(y) y.
-        softplus, sigmoid = self.sums
-        y = self.y
-        product = inner_product(self.rows, self.weighted_columns) / self.tiling.underflow_scale()
-        of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
-        return softplus - self.scale[0] * product - self.bias[0] * sigmoid + of_pairs
+    Args:
+        target: The teacher's soft targets, after the columns of all ranks were visited.
+        y: [b], the teacher's logits of the positive pairs.
+    """
+    # The entropy of an entry is softplus(y) - sigmoid(y) y.
+    softplus, sigmoid = target.sums
+    block = target.block
+    product = inner_product(block.rows, target.weighted_columns) / block.tiling.underflow_scale()
+    of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
+    return softplus - block.row_scale[0] * product - target.bias[0] * sigmoid + of_pairs

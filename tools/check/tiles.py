@@ -229,7 +229,8 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
     dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
-    block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
+    diagonal = m if first is None else first  # the diagonal m lies outside the block
+    block = Block(rows, columns, scale.expand(n), scale.expand(m), diagonal, shift, tiling)
     sums = softmax_sums(block, True)
     found = {
         "block rows": sums.rows.exp(),

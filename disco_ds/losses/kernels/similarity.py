@@ -101,8 +101,8 @@ class Block:
     """[n], positive."""
     column_scale: Tensor
     """[m], positive."""
-    diagonal: int | None
-    """Row i and column i + diagonal are a positive pair; None for a block without positive pairs."""
+    diagonal: int
+    """Row i and column i + diagonal are a positive pair. If it lies outside the block, the block has none."""
     shift: Tensor | None
     """[1] float64, only for blocks whose scales are all equal. It is chosen so that exp(x - shift) and its sums do not
     overflow fp32. With a shift, each element takes one exponential. None: the largest exponent of each row and each
@@ -187,8 +187,7 @@ class Block:
             x = self.tiling.product(r, c.T, r.new_empty(len(i), len(j), dtype=self.dtype))
             x *= self.row_scale[0]
             mask = of_rows[:, None] == of_columns
-            if self.diagonal is not None:
-                mask &= i[:, None] + self.diagonal != j
+            mask &= i[:, None] + self.diagonal != j
             share = groups.share[i, None].to(self.dtype)
             yield Positives(i, j, r, c, x, mask, share)
 

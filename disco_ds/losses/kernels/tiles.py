@@ -201,12 +201,10 @@ def full_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def pairs_offset(rows: slice, columns: slice, diagonal: int | None) -> int | None:
+def pairs_offset(rows: slice, columns: slice, diagonal: int) -> int | None:
     """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + diagonal) within a tile.
 
     None if no pair is in the tile.
     """
-    if diagonal is None:
-        return None
     offset = rows.start + diagonal - columns.start
     return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None

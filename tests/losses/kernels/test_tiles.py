@@ -236,7 +236,7 @@ def block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> B
 
 
 def plain_softmax(
-    rows: Tensor, columns: Tensor, row_scale: Tensor, column_scale: Tensor, first: int | None
+    rows: Tensor, columns: Tensor, row_scale: Tensor, column_scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute a block's results from the whole matrix of weights W, in float64.
 
@@ -247,15 +247,14 @@ def plain_softmax(
         x.double() for x in (rows, columns, row_scale, column_scale)
     )
     cosine = rows @ columns.T
-    if first is not None:
-        cosine.diagonal(first).fill_(-torch.inf)
+    cosine.diagonal(first).fill_(-torch.inf)
     x, y = cosine * row_scale[:, None], cosine * column_scale
     W = (x - x.logsumexp(1, keepdim=True)).exp() + (y - y.logsumexp(0)).exp()
     return x.logsumexp(1), y.logsumexp(0), W @ columns, W.T @ rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("first", [None, 0, 5, -4])
+@pytest.mark.parametrize("first", [41, -37, 0, 5, -4])
 def test_every_row_and_column_may_have_a_scale_of_its_own(dtype, first):
     n, m, D = 37, 41, 12
     rows, columns = features(m, D, dtype)
@@ -307,7 +306,7 @@ def test_sigmoid_of_large_exponents_is_exact():
     for scale in (30.0, 300.0):
         z = scale * rows @ columns.T - 1.0
         scales = torch.tensor([scale]).double().expand(30)
-        at_hand = Block(rows, columns, scales, scales, None, None, Tiling((16, 16), "fp32"))
+        at_hand = Block(rows, columns, scales, scales, 30, None, Tiling((16, 16), "fp32"))
         found = sigmoid_block(at_hand, torch.tensor([-1.0]).double(), None, None)
         assert tool.error(found.loss, torch.logaddexp(z, torch.zeros_like(z)).sum()) <= 1e-14
         assert tool.error(found.maxima[0], z.amax(1)) <= 1e-14
