@@ -406,13 +406,15 @@ SAMPLE = 128
 """teacher_agreement is computed on this number of pairs, with the same number (at least 1) from every rank."""
 
 
-def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[str, Tensor]:
+def teacher_metrics(
+    embeddings: Embeddings, parts: Sequence[Tensor], group: Any
+) -> dict[str, Tensor]:
     """Return the metrics of a loss with teachers. Their means over ranks are the global values. Collective.
 
     Args:
         embeddings: Features of this rank.
-        parts: [2] or [3], this rank's shares of the loss of the pairs, the cross-entropy with the teachers' targets
-            and, optionally, KL(teacher, student), averaged over the teachers.
+        parts: This rank's shares, 0-d, of the loss of the pairs, the cross-entropy with the teachers' targets and,
+            optionally, KL(teacher, student), averaged over the teachers.
         group: The process group; None: all ranks.
 
     Returns:
@@ -421,7 +423,7 @@ def teacher_metrics(embeddings: Embeddings, parts: Tensor, group: Any) -> dict[s
         rank.
     """
     names = ("pair_loss", "teacher_loss", "teacher_kl")
-    metrics = dict(zip(names, parts.unbind(), strict=False))
+    metrics = dict(zip(names, parts, strict=False))
     if "teacher_kl" not in metrics:
         return metrics
     with torch.no_grad():

@@ -61,6 +61,14 @@ class TiledLoss(Loss):
 
     same_group: SameGroup = "negatives"
     """How the loss treats the other pairs of an anchor's group. GroupedLoss describes the values."""
+    function: type[torch.autograd.Function]
+    """Computes the loss.
+
+    Its inputs are the rows and the columns of `assign_sides`, the scale, the bias, this loss, the groups, the teachers,
+    and whether gradients are enabled. A teacher is a tuple: its features of the rows' side, those of the columns' side,
+    and the Teacher. The outputs are this rank's share of the loss; if accuracies are computed, the results of
+    `count_hits` for rows and columns; and, if there are teachers, `parts` of `teacher_metrics`.
+    """
     make_blocks: type[Blocks]
     """Gathered or Ring, which compare this rank's rows with the columns of all ranks."""
     compares_views: ClassVar[bool] = False
@@ -79,33 +87,25 @@ class TiledLoss(Loss):
         self.comm_dtype = None if comm_dtype is None else DTYPES[comm_dtype]
         self.group = group
 
-    def compute(
-        self, function: type[torch.autograd.Function], embeddings: Embeddings, *options: Any
-    ) -> LossOutput:
-        """Compute the loss with an autograd function that takes the sides of `assign_sides`. Collective.
-
-        Args:
-            function: Its inputs are the rows, the columns, the scale, this loss, the groups, the teachers, whether
-                gradients are enabled, and `options`. A teacher is a tuple: its features of the rows' side, those of the
-                columns' side, and the Teacher. It returns this rank's share of the loss, `parts` of `teacher_metrics`
-                or None, and, if accuracies are computed, the results of `count_hits` for rows and columns.
-            embeddings: Features of this rank.
-            options: Further inputs of the function.
-        """
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss with `function`. Collective."""
         groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)
         teachers = [
             (t.text, t.image, t) if swap else (t.image, t.text, t) for t in embeddings.teacher
         ]
         trains = torch.is_grad_enabled()
-        value, parts, *hits = function.apply(
-            rows, columns, embeddings.scale, self, groups, teachers, trains, *options
+        scale, bias = embeddings.scale, embeddings.bias
+        value, *others = self.function.apply(
+            rows, columns, scale, bias, self, groups, teachers, trains
         )
+        num_hits = 2 if self.accuracy else 0
+        hits, parts = others[:num_hits], others[num_hits:]
         if swap:
             hits.reverse()
-        others = teacher_metrics(embeddings, parts, self.group) if teachers else {}
+        shares = teacher_metrics(embeddings, parts, self.group) if teachers else {}
         return LossOutput(
-            value, global_metrics(value, hits, len(rows), self.group, others) | metrics
+            value, global_metrics(value, hits, len(rows), self.group, shares) | metrics
         )
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:

@@ -74,7 +74,7 @@ class WholeRowsLoss(Loss):
         if self.teacher_weight:
             targets, entropy = self._find_targets(embeddings.teacher, both, local)
             of_teachers = _cross_entropy(both, targets)
-            parts = torch.stack([loss, of_teachers, of_teachers - entropy]).detach()
+            parts = [loss, of_teachers, of_teachers - entropy]
             others = teacher_metrics(embeddings, parts, self.group)
             loss = loss + self.teacher_weight * (of_teachers - loss)
         with torch.no_grad():
@@ -173,7 +173,7 @@ class DisCoLoss(WholeRowsLoss):
 
 
 class InfoNCE(torch.autograd.Function):
-    """InfoNCE under the contract of base.py, without storing the matrix of similarities. For TiledLoss.compute.
+    """InfoNCE under the contract of base.py, without storing the matrix of similarities. For TiledLoss.function.
 
     If gradients are needed, forward computes them, and backward only multiplies them by the upstream gradient. They are
     correct only if the upstream gradient is the same on every rank, as it is if the loss is averaged over ranks.
@@ -187,12 +187,13 @@ class InfoNCE(torch.autograd.Function):
         rows: Tensor,
         columns: Tensor,
         scale: Tensor,
+        bias: Tensor | None,
         loss: TiledLoss,
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """Compute what TiledLoss.compute expects, and the gradients. Collective."""
+    ) -> tuple[Tensor, ...]:
+        """Compute what TiledLoss.forward expects, and the gradients. Collective. The bias has no effect."""
         student = Softmaxes(rows, columns, scale, loss, groups, maxima=loss.accuracy)
         weight = (loss.teacher_weight or 0.0) / max(len(teachers), 1)
         taught = [
@@ -220,22 +221,22 @@ class InfoNCE(torch.autograd.Function):
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
             per_pair += 2 * (x * (1 - groups.share) - groups.share * sums.positives)
-        parts: Tensor | None = None
+        parts: list[Tensor] = []
         if target_gradient is not None:
             per_pair, parts = _add_teacher_loss(per_pair, student, taught, target_gradient)
         hits = [count_hits(largest, x, student.scale) for largest in sums.maxima]
-        ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
-        return (per_pair.mean() / 2).to(full_dtype(rows)), parts, *hits
+        ctx.mark_non_differentiable(*hits, *parts)
+        return (per_pair.mean() / 2).to(full_dtype(rows)), *hits, *parts
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Multiply the gradients that forward computed by the upstream gradient."""
-        return *multiply_gradients(ctx, upstream), None, None, None, None
+        return *multiply_gradients(ctx, upstream), None, None, None, None, None
 
 
 def _add_teacher_loss(
     per_pair: Tensor, student: Softmaxes, teachers: Sequence[Softmaxes], target_gradient: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     """Add the teachers' part to the loss of the pairs.
 
     Args:
@@ -246,7 +247,7 @@ def _add_teacher_loss(
 
     Returns:
         This rank's share of the loss with teachers, 0-d, summed over both directions; and the means over both
-        directions of its parts, [3]: the loss of the pairs, the cross-entropy with the targets, and the mean of
+        directions of its parts: the loss of the pairs, the cross-entropy with the targets, and the mean of
         KL(teacher, student) over the teachers. Without the entropy of the targets, the last one is left out.
     """
     x = student.pair_logits
@@ -268,7 +269,7 @@ def _add_teacher_loss(
             product = inner_product(teacher.rows, teacher.weighted_columns)
             entropy -= teacher.scale[0] * product / lifted
         parts.append(parts[1] - entropy / weight)
-    return of_pairs + change, torch.stack(parts) / 2
+    return of_pairs + change, [part / 2 for part in parts]
 
 
 def _gradients(
@@ -354,11 +355,8 @@ class DisCoFusedLoss(GroupedLoss):
     The options are those of GroupedLoss (blocks.py).
     """
 
+    function = InfoNCE
     make_blocks = Gathered
-
-    def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss, with the features of one side gathered from all ranks. Collective."""
-        return self.compute(InfoNCE, embeddings)
 
 
 @register_loss("inf_cl")
@@ -372,11 +370,8 @@ class InfCLLoss(GroupedLoss):
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """
 
+    function = InfoNCE
     make_blocks = Ring
-
-    def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
-        return self.compute(InfoNCE, embeddings)
 
 
 @register_loss("nt_xent")
@@ -395,12 +390,9 @@ class NTXentLoss(TiledLoss):
     """
 
     initial_scale = 10.0
+    function = InfoNCE
     compares_views = True
 
     def __init__(self, ring: bool = False, **options: Any):
         super().__init__(**options)
         self.make_blocks = Ring if ring else Gathered
-
-    def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss of both views. Collective."""
-        return self.compute(InfoNCE, embeddings)

@@ -23,6 +23,7 @@ from disco_ds.losses.base import (
 from disco_ds.losses.blocks import (
     GroupedLoss,
     Ring,
+    TiledLoss,
     add_pairs,
     divisible_scale,
     inner_product,
@@ -34,40 +35,6 @@ from disco_ds.losses.kernels.similarity import Groups, SigmoidTarget, sigmoid_bl
 from disco_ds.losses.kernels.tiles import full_dtype
 
 
-@register_loss("siglip")
-class SigLIPLoss(GroupedLoss):
-    """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
-
-    Each tile gives the loss and the gradient at the same time. Texts therefore travel around the ring only once, and
-    no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
-    SigLIP (arXiv 2303.15343).
-
-    The options are those of GroupedLoss (blocks.py).
-
-    Raises:
-        ValueError: If the embeddings have no bias.
-    """
-
-    initial_scale = 10.0
-
-    def initial_bias(self, global_batch: int) -> float:
-        """Return -log(B - 1), so that the negatives of a sample together have as large a gradient as its positive.
-
-        The SigLIP paper's initial bias of -10 suits its batch size of 32k. With the same bias and a batch of 1M, the
-        negatives would have 45 times the gradient of the positive. Source: open_clip issue 650.
-        """
-        return -math.log(max(global_batch - 1, 1))
-
-    def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss, with the features of one side sent around a ring of all ranks. Collective."""
-        if embeddings.bias is None:
-            raise ValueError(
-                "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
-                "let the argument `forward` return logit_bias as the fourth value"
-            )
-        return self.compute(_SigLIP, embeddings, embeddings.bias)
-
-
 class _SigLIP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,18 +42,18 @@ class _SigLIP(torch.autograd.Function):
         rows: Tensor,
         columns: Tensor,
         scale: Tensor,
-        loss: SigLIPLoss,
+        bias: Tensor,
+        loss: TiledLoss,
         groups: Groups | None,
         teachers: Sequence[tuple[Tensor, Tensor, Teacher]],
         trains: bool,
-        bias: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         b = len(rows)
         blocks = Ring(columns, loss, groups)
         tiling = blocks.tiling
         sent = blocks.local
-        needs_rows, needs_columns, needs_scale, *_, needs_bias = (
-            trains and needed for needed in ctx.needs_input_grad
+        needs_rows, needs_columns, needs_scale, needs_bias = (
+            trains and needed for needed in ctx.needs_input_grad[:4]
         )
         scale = divisible_scale(scale.detach())
         rows = tiling.quantize(rows)
@@ -134,7 +101,7 @@ class _SigLIP(torch.autograd.Function):
         sides = [sent, *(target.block.columns for target in soft_targets)]
         home = comm.circulate(sides, visit, join, loss.group)
         d_columns = home[-1] if needs_columns else None
-        parts: Tensor | None = None
+        parts: list[Tensor] = []
         if target_gradient is not None:
             if d_rows is not None:
                 d_rows -= target_gradient
@@ -152,7 +119,7 @@ class _SigLIP(torch.autograd.Function):
                 entropy += target.weight * _entropy(target, y)
             share = loss.teacher_weight or 1.0
             cross_entropy = total + change / share
-            parts = torch.stack([total, cross_entropy, cross_entropy - entropy / share]) / b
+            parts = [x / b for x in (total, cross_entropy, cross_entropy - entropy / share)]
             total = total + change
         factor = scale / b
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
@@ -165,17 +132,16 @@ class _SigLIP(torch.autograd.Function):
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = [] if largest is None else [largest, home[0]]
         hits = [count_hits(x, z, scale) for x in maxima]
-        ctx.mark_non_differentiable(*hits, *([] if parts is None else [parts]))
-        return (total / b).to(full_dtype(rows)), parts, *hits
+        ctx.mark_non_differentiable(*hits, *parts)
+        return (total / b).to(full_dtype(rows)), *hits, *parts
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *gradients, d_bias = multiply_gradients(ctx, upstream)
-        return *gradients, None, None, None, None, d_bias
+        return *multiply_gradients(ctx, upstream), None, None, None, None
 
 
 def _make_target(
-    rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: SigLIPLoss
+    rows: Tensor, columns: Tensor, teacher: Teacher, weight: float, loss: TiledLoss
 ) -> SigmoidTarget:
     """Return a teacher's soft targets for this rank's own block.
 
@@ -210,3 +176,38 @@ def _entropy(target: SigmoidTarget, y: Tensor) -> Tensor:
     product = inner_product(block.rows, target.weighted_columns) / block.tiling.underflow_scale()
     of_pairs = (F.softplus(y, threshold=40) - y.sigmoid() * y).sum()
     return softplus - block.row_scale[0] * product - target.bias[0] * sigmoid + of_pairs
+
+
+@register_loss("siglip")
+class SigLIPLoss(GroupedLoss):
+    """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
+
+    Each tile gives the loss and the gradient at the same time. Texts therefore travel around the ring only once, and
+    no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
+    SigLIP (arXiv 2303.15343).
+
+    The options are those of GroupedLoss (blocks.py).
+
+    Raises:
+        ValueError: If the embeddings have no bias.
+    """
+
+    initial_scale = 10.0
+    function = _SigLIP
+
+    def initial_bias(self, global_batch: int) -> float:
+        """Return -log(B - 1), so that the negatives of a sample together have as large a gradient as its positive.
+
+        The SigLIP paper's initial bias of -10 suits its batch size of 32k. With the same bias and a batch of 1M, the
+        negatives would have 45 times the gradient of the positive. Source: open_clip issue 650.
+        """
+        return -math.log(max(global_batch - 1, 1))
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss. Collective."""
+        if embeddings.bias is None:
+            raise ValueError(
+                "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
+                "let the argument `forward` return logit_bias as the fourth value"
+            )
+        return super().forward(embeddings)
