@@ -100,17 +100,15 @@ def _check_features(features: Embeddings | Teacher, owner: str = "") -> None:
         ValueError: If one of them has an unexpected shape or dtype.
     """
     image, text = features.image, features.text
-    learned = {"scale": features.scale}
-    if features.bias is not None:
-        learned["bias"] = features.bias
     alike = image.shape == text.shape and image.dtype == text.dtype
     if image.dim() != 2 or not alike or not image.is_floating_point():
         raise ValueError(
             f"{owner}image and text must be [b, D] tensors of the same shape and the same floating dtype, got "
             f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
         )
-    for name, value in learned.items():
-        if value.shape != (1,):
+    for name in ("scale", "bias"):
+        value = getattr(features, name)
+        if value is not None and value.shape != (1,):
             raise ValueError(
                 f"{owner}{name} must have shape [1], got {list(value.shape)}; reshape it with {name}.view(1)"
             )

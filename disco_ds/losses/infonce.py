@@ -78,15 +78,13 @@ class WholeRowsLoss(Loss):
             others = teacher_metrics(embeddings, parts, self.group)
             loss = loss + self.teacher_weight * (of_teachers - loss)
         with torch.no_grad():
-            hits = [self._count_hits(logits, labels, embeddings.scale) for logits in both]
+            hits = []
+            for logits in both:
+                pairs = logits.gather(1, labels[:, None])
+                at_top = logits >= pairs - TIE * embeddings.scale.abs()
+                hits.append((at_top.sum(1) == 1).sum())
             metrics = global_metrics(loss, hits, len(labels), self.group, others)
         return LossOutput(loss, metrics)
-
-    @staticmethod
-    def _count_hits(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        pairs = logits.gather(1, labels[:, None])
-        at_top = logits >= pairs - TIE * scale.abs()
-        return (at_top.sum(1) == 1).sum()
 
     def _find_targets(
         self, teachers: Sequence[Teacher], logits: Sequence[Tensor], local: slice

@@ -242,15 +242,14 @@ def softmax_sums(block: Block, maxima: bool = True) -> Sums:
 
     Source: docs/losses.md sections 1 to 3.
     """
-    n = len(block.rows)
-    m = len(block.columns)
-    device = block.rows.device
     shift = block.shift
     tiles = block.tiles
     # Without a shift, the running sums are logarithms, to which logaddexp adds the sums of each tile.
     empty = -math.inf if shift is None else 0.0
-    row_sum = torch.full((n,), empty, dtype=torch.float64, device=device)
-    column_sum = torch.full((m,), empty, dtype=torch.float64, device=device)
+    row_sum, column_sum = (
+        torch.full((len(x),), empty, dtype=torch.float64, device=x.device)
+        for x in (block.rows, block.columns)
+    )
     largest = block.start_maxima() if maxima else []
     row_scale = block.row_scale.to(block.dtype)
     column_scale = block.column_scale.to(block.dtype)
@@ -454,13 +453,12 @@ def sigmoid_block(
 
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
-    device = block.rows.device
     tiling = block.tiling
     tiles = block.tiles
     scratch = block.scratch()
     scale = block.row_scale[:1].to(block.dtype)
     bias = bias.to(block.dtype)
-    loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, weight = torch.zeros(2, dtype=torch.float64, device=block.rows.device)
     largest = block.start_maxima() if maxima else []
     spare = block.scratch() if targets else None
     for i, j in block.cut():
