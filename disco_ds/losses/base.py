@@ -20,7 +20,7 @@ Parameters of the loss itself are not trained. docs/extending.md has an example.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -289,30 +289,28 @@ def build_loss(name: str, **options: Any) -> Loss:
     ValueError: unknown loss 'disko'; did you mean disco?; known: clip, ...
     """
     cls = _find_class(name)
-    known, takes_any = list_options(cls)
+    is_custom = ":" in name
+    known, takes_any = list_options(cls, resolve=not is_custom)
     unknown = sorted(options.keys() - known.keys())
     if unknown and not takes_any:
         raise ValueError(
             f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}"
         )
-    if ":" not in name:
-        _check_types(cls, options)
+    if not is_custom:
+        _check_types(known, options)
     return cls(**options)
 
 
-def _check_types(cls: type[Loss], options: dict[str, Any]) -> None:
-    """Check the options of a loss of this package against the type annotations of its constructor and its bases'.
+def _check_types(known: dict[str, inspect.Parameter], options: dict[str, Any]) -> None:
+    """Check the options of a registered loss against their type annotations, which `list_options` has resolved.
 
     Raises:
         ValueError: If an option has the wrong type, is out of range or is not finite.
     """
-    hints: dict[str, Any] = {}
-    for owner in reversed(cls.__mro__):
-        hints |= get_type_hints(owner.__init__, include_extras=True)  # type: ignore[misc]
     rules = ConfigDict(strict=True, allow_inf_nan=False)
     for name, value in options.items():
         try:
-            TypeAdapter(hints[name], config=rules).validate_python(value)
+            TypeAdapter(known[name].annotation, config=rules).validate_python(value)
         except ValidationError as error:
             raise ValueError(f"loss.options.{name}={value!r}: {error.errors()[0]['msg']}") from None
 
@@ -333,11 +331,13 @@ def _find_class(name: str) -> type[Loss]:
     return cls
 
 
-def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
+def list_options(
+    cls: type[Loss], resolve: bool = False
+) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the options of a loss by name, and whether its constructor also accepts unknown names.
 
     The options are the parameters of the constructor. If the constructor takes `**options`, the parameters of the base
-    class's constructor are included.
+    class's constructor are included. `resolve`: evaluate annotations that are strings.
     """
     options: dict[str, inspect.Parameter] = {}
     takes_any = False
@@ -345,7 +345,8 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
         if "__init__" not in vars(owner):
             continue
-        _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+        constructor = vars(owner)["__init__"]
+        _, *parameters = inspect.signature(constructor, eval_str=resolve).parameters.values()
         for option in parameters:
             if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD):
                 options.setdefault(option.name, option)
