@@ -202,7 +202,8 @@ class _FastCLIP(torch.autograd.Function):
         rows, columns = cross.tiling.quantize(rows), cross.local
         cosines = pair_cosines(rows, columns, cross.tiling)
         scales = tau.reciprocal().expand(2, -1)
-        column_scale, shift = scales[1], None
+        column_scale = scales[1]
+        shift: Tensor | None = None
         if len(tau) == 1:
             shift = overflow_shift(rows, columns, column_scale, group)
         else:
