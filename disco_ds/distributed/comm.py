@@ -386,36 +386,35 @@ def circulate(
     current = [x.contiguous() for x in block]
     sums: list[Tensor] = []
     for hop in range(N):
-        is_last = hop == N - 1
-        following = [] if is_last else [torch.empty_like(x) for x in current]
-        arriving = [torch.empty_like(x) for x in sums]
         # `sums` are for the block of the previous hop, which the next rank has now.
-        requests = _exchange(sums if is_last else current + sums, following + arriving, group)
+        outgoing = sums if hop == N - 1 else sums + current
+        incoming, requests = _exchange(outgoing, group)
         mine = visit((n - hop) % N, current)
         for request in requests:
             request.wait()
+        arriving, current = incoming[: len(sums)], incoming[len(sums) :]
         if arriving:  # sums that the earlier ranks have computed for the current block
             join(mine, arriving)
         sums = mine
-        current = following
-    if N == 1 or not sums:
+    if N == 1:
         return sums
     # The last block that a rank visits belongs to the next rank, so one more hop brings the sums of
     # every block back to the owner of the block.
-    result = [torch.empty_like(x) for x in sums]
-    for request in _exchange(sums, result, group):
+    result, requests = _exchange(sums, group)
+    for request in requests:
         request.wait()
     return result
 
 
-def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
-    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
+def _exchange(outgoing: Sequence[Tensor], group: Group) -> tuple[list[Tensor], list[Any]]:
+    """Start sending tensors to the next rank and receiving tensors of the same shapes from the previous rank.
 
     Returns:
-        The requests to wait for.
+        The tensors that are being received, and the requests to wait for.
     """
-    if not outgoing and not incoming:
-        return []
+    if not outgoing:
+        return [], []
+    incoming = [torch.empty_like(x) for x in outgoing]
     N, n = size(group), rank(group)
     following = (n + 1) % N
     previous = (n - 1) % N
@@ -424,7 +423,7 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Gro
         previous = dist.get_global_rank(group, previous)
     sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
     receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
-    return dist.batch_isend_irecv(sends + receives)
+    return incoming, dist.batch_isend_irecv(sends + receives)
 
 
 # Python objects
@@ -521,6 +520,5 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
