@@ -64,7 +64,9 @@ class Saver:
     engine: Engine
     """The engine whose state is saved."""
     read_state: Callable[[int], tuple[Tree, Tree]]
-    """Called with the number of completed steps. Returns what `copy_state` needs: `meta` and `state`."""
+    """Called with the number of completed steps. Returns two trees: the entries of checkpoint.json (step, samples,
+    num_steps, warmup_batch, identity, shape, anomalies), and the state of this rank to save in addition to the engine's
+    and the random generators': `data` (the loader) and `loss`."""
     heartbeat: Heartbeat
     """Notified when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
@@ -77,7 +79,7 @@ class Saver:
     host_copy: HostCopy | None = None
     """Host memory for a copy of the state, so that training can continue while files are written.
 
-    None if saves are synchronous.
+    None if saves are synchronous. Then the files are written from the state itself.
     """
     in_flight: Save | None = None
     """The save in progress, if any. All ranks have the same save in progress."""
@@ -85,7 +87,7 @@ class Saver:
     """The current job of the save in progress, in a thread of this rank."""
     are_jobs_done: bool = False
     """True if `job` was done on every rank at the last exchange between the ranks (training/step.agree)."""
-    _jobs: Iterator[Future[Any]] = field(default_factory=lambda: iter(()))
+    _jobs: Iterator[Future[Any]] = field(init=False)
     """The following jobs of the save in progress."""
     saved_step: int = 0
     """Step of the newest complete checkpoint. Until the first save, this is the step that the run was resumed from, or
@@ -119,13 +121,7 @@ class Saver:
             if step == self.saved_step:
                 return
             try:
-                self.in_flight = copy_state(
-                    self.folder,
-                    self.engine,
-                    *self.read_state(step),
-                    self.host_copy,
-                    partial(self._remove, self.settings.keep_last),
-                )
+                self.in_flight = self._copy_state(step)
             except comm.AgreedError as error:
                 self._note_failure(step, last, error)
                 return
@@ -198,6 +194,24 @@ class Saver:
         yield
         self.add_wait(time.monotonic() - start)
 
+    def _copy_state(self, step: int) -> Save:
+        """Copy the state of all ranks for a checkpoint, which Save.run then writes. Collective.
+
+        Raises:
+            AgreedError: If any rank could not copy its state.
+        """
+        meta, state = self.read_state(step)
+        final = self.folder / CHECKPOINTS / f"step-{step:08d}"
+        temporary = final.with_name(f".{final.name}.partial")
+        files = deepspeed_quirks.collect_checkpoint(self.engine, temporary, ENGINE)
+        with comm.all_or_none(f"copying the state for {temporary}"):
+            rank_file = temporary / f"rank_{comm.rank():05d}.pt"
+            files[rank_file] = {"rng": read_rng(), **state}
+            if self.host_copy is not None:
+                files = self.host_copy.take(files)
+        tidy = partial(self._remove, self.settings.keep_last)
+        return Save(final, temporary, {"format": FORMAT, **meta}, files, tidy)
+
     def _finish(self) -> None:
         """Wait until the save in progress, if any, is complete or has failed. Collective."""
         while self.in_flight:
@@ -261,40 +275,6 @@ class Saver:
             busy.append(self.in_flight.partial)
         keep_every = self.settings.keep_every_steps
         return keep.remove_checkpoints(self.folder, keep_last, keep_every, busy)
-
-
-def copy_state(
-    folder: Path,
-    engine: Engine,
-    meta: Tree,
-    state: Tree,
-    host: HostCopy | None,
-    tidy: Callable[[], object],
-) -> Save:
-    """Copy the state of all ranks for a checkpoint, which Save.run then writes. Collective.
-
-    Args:
-        folder: The run folder.
-        engine: The engine to save.
-        meta: Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies.
-        state: State of this rank to save in addition to the engine's and the random generators': `data` (the loader)
-            and `loss`.
-        host: Host memory that receives a copy of the state, from which the files are written. If it is
-            None, the files are written from the state itself, which must not change until they are written.
-        tidy: Called in a thread of rank 0 as soon as the checkpoint is complete.
-
-    Raises:
-        AgreedError: If any rank could not copy its state.
-    """
-    final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    files = deepspeed_quirks.collect_checkpoint(engine, partial, ENGINE)
-    with comm.all_or_none(f"copying the state for {partial}"):
-        rank_file = partial / f"rank_{comm.rank():05d}.pt"
-        files[rank_file] = {"rng": read_rng(), **state}
-        if host is not None:
-            files = host.take(files)
-    return Save(final, partial, {"format": FORMAT, **meta}, files, tidy)
 
 
 class HostCopy:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from disco_ds.checkpoints.checkpoint import read_rng
-from disco_ds.checkpoints.keep import FORMAT, seal
+from disco_ds.checkpoints.keep import FORMAT, find_latest, seal
 from disco_ds.checkpoints.resume import identity_of, shape_of
-from disco_ds.checkpoints.save import Save, copy_state
+from disco_ds.checkpoints.save import Save, Saver
+from disco_ds.config import CheckpointSettings
 from disco_ds.distributed import jobs
+from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.runs.run_folder import CHECKPOINTS, META
 from helpers.towers import TINY, tiny_config
 
@@ -55,8 +57,16 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a checkpoint, wait until it is complete, and return its folder. Collective."""
-    state = {"data": data_state, "loss": loss_state}
-    return finish(copy_state(folder, engine, meta, state, None, lambda: None))
+    saver = Saver(
+        folder,
+        CheckpointSettings(asynchronous=False),
+        engine,
+        lambda step: (meta, {"data": data_state, "loss": loss_state}),
+        Heartbeat(60.0, 60.0),
+        lambda seconds: None,
+    )
+    saver.save(meta["step"], last=True)
+    return find_latest(folder)
 
 
 def finish(save: Save) -> Path:
