@@ -275,28 +275,17 @@ def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterat
         setattr(optimizer, name, compute)
 
 
-class _Collector(TorchCheckpointEngine):
-    """A checkpoint engine that writes no files. It keeps the states that DeepSpeed wants to save, keyed by path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: dict[Path, Any] = {}
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing. The thread that writes the files makes the folder."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self.states[Path(path)] = state_dict
-
-
 def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any]:
     """Return the states that engine.save_checkpoint would write on this rank, keyed by file path. Collective.
 
     This function writes nothing. If a write failed inside engine.save_checkpoint of DeepSpeed 0.19, the
     other ranks would wait forever in one of its barriers.
     """
-    writer = engine.checkpoint_engine
-    engine.checkpoint_engine = collector = _Collector()
+    states: dict[Path, Any] = {}
+    collector = TorchCheckpointEngine()
+    collector.save = lambda state_dict, path: states.update({Path(path): state_dict})
+    collector.makedirs = lambda path, exist_ok: None  # the thread that writes the files does this
+    writer, engine.checkpoint_engine = engine.checkpoint_engine, collector
     engine._copy_recovery_script = lambda folder: None
     try:
         # save_latest=False, because DeepSpeed's file `latest` would name a folder that is not complete yet.
@@ -304,4 +293,4 @@ def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any
     finally:
         engine.checkpoint_engine = writer
         del engine._copy_recovery_script
-    return collector.states
+    return states
