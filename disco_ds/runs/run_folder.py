@@ -61,16 +61,15 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
             checkpoints.
 
     Raises:
-        ValueError: If the folder or checkpoint does not exist.
+        ValueError: If the folder or checkpoint does not exist, or if the run has another name.
     """
     if resume == "latest":
-        newest = find_newest(runs, name)
-        if newest is None:
-            raise ValueError(
-                f"--resume latest: no run called {name} in {runs} is finished or has a complete checkpoint; start one "
-                "without --resume"
-            )
-        return newest
+        if newest := find_newest(runs, name):
+            return newest
+        raise ValueError(
+            f"--resume latest: no run called {name} in {runs} is finished or has a complete checkpoint; start one "
+            "without --resume"
+        )
     path, checkpoint = split_resume(resume)
     if not ((path / CHECKPOINTS).is_dir() or (path / FINISHED).is_file()):
         raise ValueError(
@@ -79,6 +78,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
         )
     if checkpoint and not checkpoint.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint")
+    refuse_other_name(path, name)
     return path
 
 
@@ -91,7 +91,7 @@ def refuse_other_name(folder: Path, name: str) -> None:
     config = folder / CONFIG
     if not config.is_file() or re.fullmatch(rf"{re.escape(name)}(-\d+)?", folder.resolve().name):
         return
-    before = parse(config.read_text(encoding="utf-8"), str(config))["name"]
+    before = parse(read_text(config, "settings"), str(config))["name"]
     if before != name:
         raise ValueError(
             f"--resume {folder}: the run is called {before}, but this recipe has name={name}; set name={before}"
@@ -108,8 +108,12 @@ def list_complete(folder: Path) -> list[Path]:
 
     Copies that a user made under another name, such as step-00000100-best, are not included.
     """
-    named = [path for path in (folder / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted((path for path in named if (path / META).is_file()), key=step_of)
+    complete = [
+        path
+        for path in (folder / CHECKPOINTS).glob("step-*")
+        if STEP.fullmatch(path.name) and (path / META).is_file()
+    ]
+    return sorted(complete, key=step_of)
 
 
 def find_newest(runs: Path, name: str) -> Path | None:
@@ -129,13 +133,14 @@ def find_newest(runs: Path, name: str) -> Path | None:
         if match := numbered.fullmatch(config.parent.name):
             tree = parse(read_text(config, "settings"), str(config))
             if isinstance(tree, dict) and tree.get("name") == name:
-                folders.append((int(match.group(1) or 1), config.parent))
+                folders.append((int(match[1] or 1), config.parent))
     unfinished = list[str]()
     for _, folder in sorted(folders, reverse=True):
         if (folder / FINISHED).exists() or list_complete(folder):
             if unfinished:
-                skipped = ", ".join(unfinished)
-                logger.warning("resuming %s; without a checkpoint: %s", folder, skipped)
+                logger.warning(
+                    "resuming %s; without a checkpoint: %s", folder, ", ".join(unfinished)
+                )
             return folder
         unfinished.append(str(folder))
     return None

@@ -40,13 +40,16 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
         ValueError: On every rank, if the folder cannot be found, made or locked, or a rank cannot write to it.
     """
 
-    def find() -> tuple[Path, tuple[int, int]]:
+    def find() -> tuple[Path, int, int]:
         runs, name = config.runs, config.name
         path = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
         stack.enter_context(lock_folder(path))
-        return path, read_finished(path)
+        reached = {"steps": 0, "samples": 0}
+        if (path / FINISHED).exists():
+            reached = json.loads((path / FINISHED).read_bytes())
+        return path, reached["steps"], reached["samples"]
 
-    folder, (steps, samples) = comm.from_rank_0("run folder", find)
+    folder, steps, samples = comm.from_rank_0("run folder", find)
     if config.find_end(steps, samples)[0] <= steps:
         raise FinishedError(folder, steps)
     with removed_if_refused(folder, new=not resume):
@@ -54,15 +57,6 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
     if comm.rank() == 0:
         stack.enter_context(write_log(folder))
     return folder
-
-
-def read_finished(folder: Path) -> tuple[int, int]:
-    """Return the numbers of steps and samples that a finished run has completed; (0, 0) if the run is not finished."""
-    path = folder / FINISHED
-    if not path.exists():
-        return 0, 0
-    reached = json.loads(path.read_text(encoding="utf-8"))
-    return reached["steps"], reached["samples"]
 
 
 @contextmanager

@@ -71,7 +71,7 @@ from disco_ds.models.pretrained import (
     warn_of_random_tower,
 )
 from disco_ds.names import load_custom
-from disco_ds.runs.run_folder import AUTO, find_newest, refuse_other_name
+from disco_ds.runs.run_folder import AUTO, find_newest
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
 from disco_ds.training.engine import Engine, EngineTowers, build_engine, learning_rate, prepare
 from disco_ds.training.optimizer import drop_average
@@ -166,11 +166,11 @@ def build(
         # This only checks the settings. write_settings renders the final ds_config later, because it contains the path
         # of the run folder, which does not exist yet.
         render_ds_config(stage, comm.size())
-    if config.optim.factory:
-        with comm.all_or_none("optimizer"):
-            load_custom(config.optim.factory)
-    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
+    # The file of a custom loss or optimizer may be missing on one host.
+    with comm.all_or_none("loss and optimizer"):
         loss = make_loss(config).to(comm.local_device())
+        if config.optim.factory:
+            load_custom(config.optim.factory)
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
@@ -181,8 +181,12 @@ def build(
     if resume:
         folder = open_folder(recipe, resume, stack)
         saved = find_checkpoint(folder, resume, recipe, identify_stage, unattended, allow_change)
-        comm.from_rank_0("run folder", partial(refuse_other_name, folder, recipe.name))
-    schedule = plan_schedule(recipe, saved)
+    progress: tuple[int, ...] = ()
+    if saved:
+        meta = saved.meta
+        batch = meta["identity"]["global_batch"]
+        progress = meta["step"], meta["samples"], batch, meta["warmup_batch"]
+    schedule = make_schedule(recipe, *progress)
     config = recipe.at_sample(schedule.first_samples)
     identity = identify_stage(config)
     with comm.all_or_none("model"):
@@ -272,15 +276,6 @@ def build(
     )
 
 
-def plan_schedule(config: Config, saved: Checkpoint | None) -> Schedule:
-    """Return the schedule of a new run, or of one that resumes from a checkpoint."""
-    if saved is None:
-        return make_schedule(config)
-    meta = saved.meta
-    previous_batch = meta["identity"]["global_batch"]
-    return make_schedule(config, saved.step, meta["samples"], previous_batch, meta["warmup_batch"])
-
-
 def build_loader(
     config: Config,
     sources: list[Source],
@@ -334,12 +329,11 @@ def check_without_data(config: Config) -> None:
     make_loss(config)
     if config.optim.factory:
         load_custom(config.optim.factory)
-    settings = config.model
     teacher = config.teacher and config.teacher.settings
-    for each in (settings, *([teacher] if teacher else [])):
-        read_architecture(each)
-        find_weights(register_config(each.name), each)
-    warn_of_random_tower(settings)
+    for settings in filter(None, (config.model, teacher)):
+        read_architecture(settings)
+        find_weights(register_config(settings.name), settings)
+    warn_of_random_tower(config.model)
     for text in (*(part.shards for part in config.data.per_source), *config.eval.sets):
         if text is not None:
             refuse_remote(text, config.data.remote)
@@ -424,10 +418,9 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
     """Build the teacher on this rank's device, in the precision of the run. Collective."""
     settings = config.teacher
     assert settings is not None
-    if settings.settings is None:
-        stages = [stage.data for stage in config.stage_configs]
-        stored = comm.from_rank_0("teacher", partial(find_stored, stages, settings, sources))
-        assert stored
+    stages = [stage.data for stage in config.stage_configs]
+    stored = comm.from_rank_0("teacher", partial(find_stored, stages, settings, sources))
+    if stored:
         return StoredTeacher(settings, stored, comm.local_device())
     # A loss that needs a bias initializes it to -log(global_batch - 1), which is 0 for a global batch of 2. The bias
     # keeps this value only if the teacher's weights contain none.
@@ -520,11 +513,11 @@ def start_engine(
     if saved is None:
         return engine
     architecture = read_architecture(config.model)
-    is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
+    is_resized = find_changes(saved.meta["identity"]["model.config"], architecture)
     is_same = saved.meta["shape"] == shape and not is_resized
     load_trained(saved, engine, is_same)
     if is_same:
-        restore_rng(saved.read_rank(comm.rank())["rng"])
+        restore_rng(saved.load(saved.rank_files[comm.rank()])["rng"])
     if config.optim.ema is None:
         drop_average(engine)
     with comm.all_or_none("the loss's state"):
