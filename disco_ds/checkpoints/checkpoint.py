@@ -56,16 +56,15 @@ class Checkpoint:
         """Names of the rank files, in rank order."""
         return sorted(filter(RANK_FILE.fullmatch, self.meta["files"]))
 
-    def read_rank(self, rank: int) -> Tree:
-        """Return the state of a rank: `rng` (random generators), `data` (the loader) and `loss`.
+    def states(self, kind: str) -> list[Tree]:
+        """Return one kind of state of every rank. With many ranks, call this on one rank only if possible.
+
+        Args:
+            kind: `rng` (random generators), `data` (the loader) or `loss`.
 
         Raises:
-            DamagedError: If the file has changed or cannot be read.
+            DamagedError: If a file has changed or cannot be read.
         """
-        return self.load(self.rank_files[rank])
-
-    def states(self, kind: str) -> list[Tree]:
-        """Return one kind of state of every rank. With many ranks, call this on one rank only if possible."""
         return [self.load(name)[kind] for name in self.rank_files]
 
     def verify(self, names: Iterable[str]) -> None:
@@ -100,8 +99,9 @@ class Checkpoint:
             return torch.load(self.path / name, map_location="cpu", weights_only=plain, mmap=True)
         except Exception as error:
             # Show only the error's type: torch's message recommends weights_only=False, which can run code.
-            why = type(error).__name__
-            raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
+            raise DamagedError(
+                f"{self.path / name} cannot be read: {type(error).__name__}"
+            ) from error
 
     def load_ending(self, end: str) -> Any:
         """Load the only file whose name ends with `end`. DeepSpeed prefixes some names with the precision."""
@@ -146,9 +146,9 @@ def verify_on_all_ranks(saved: Checkpoint) -> None:
         DamagedError: On every rank, if any rank finds a file changed or unreadable.
     """
     names = sorted(saved.meta["files"])
-    local_names = names[comm.rank() :: comm.size()]
+    verify = partial(saved.verify, names[comm.rank() :: comm.size()])
     # Computing the checksum of a large file on a slow disk may take longer than the timeout of collectives.
-    jobs.run("verifying the checkpoint", partial(saved.verify, local_names), DamagedError)
+    jobs.run("verifying the checkpoint", verify, DamagedError)
     saved.verified.update(names)
 
 

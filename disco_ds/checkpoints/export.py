@@ -184,10 +184,9 @@ def _check_image_size(model: Any, architecture: Tree) -> None:
         known = timm.get_pretrained_cfg(name)  # None for a tower that a user has registered
         height, width = model.visual.image_size
         if known and known.input_size[1:] != (height, width):
-            _, *default = known.input_size
             raise ValueError(
-                f"open_clip builds {name} for images of {default[0]} x {default[1]} and cannot load weights for "
-                f"{height} x {width}: choose layout transformers (--format transformers)"
+                f"open_clip builds {name} for images of {known.input_size[1]} x {known.input_size[2]} and cannot load "
+                f"weights for {height} x {width}: choose layout transformers (--format transformers)"
             )
 
 

@@ -63,7 +63,7 @@ def read_meta(path: Path) -> Tree:
         DamagedError: If the folder is not a disco_ds checkpoint, is incomplete or damaged.
     """
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        meta = json.loads((path / META).read_bytes())
         intact = meta["seal"] == seal(meta)
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise DamagedError(
@@ -104,12 +104,9 @@ def find_latest(folder: Path) -> Path:
     Raises:
         ValueError: If there is no complete checkpoint.
     """
-    complete = list_complete(folder)
-    if not complete:
-        raise ValueError(
-            f"{folder} has no complete checkpoint; start the run again without --resume"
-        )
-    return complete[-1]
+    if complete := list_complete(folder):
+        return complete[-1]
+    raise ValueError(f"{folder} has no complete checkpoint; start the run again without --resume")
 
 
 def find_older(path: Path) -> Path | None:
@@ -122,11 +119,11 @@ def find_older(path: Path) -> Path | None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint so that disco_ds never resumes, counts or removes it. Rank 0 only."""
-    first = aside = path.with_name(f"set-aside-{path.name}")
+    aside = path.with_name(f"set-aside-{path.name}")
     number = 1
     while os.path.lexists(aside):
         number += 1
-        aside = first.with_name(f"{first.name}-{number}")
+        aside = path.with_name(f"set-aside-{path.name}-{number}")
     path.rename(aside)
     logger.warning("%s is set aside as %s", path, aside.name)
 
@@ -158,8 +155,7 @@ def remove_checkpoints(
                 read_meta(path)
                 kept += 1
             continue
-        milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
-        if path in busy or milestone:
+        if path in busy or (keep_every_steps and step_of(path) % keep_every_steps == 0):
             continue
         try:
             # Rename first, so that a crash cannot leave an incomplete step-N.

@@ -63,9 +63,14 @@ MAY_BE_ALLOWED = {
         for name in OptimSettings.model_fields
         if name not in ("name", "factory", "elementwise", "image", "text")
     ),
-    *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
-    *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
-    *(f"loss.options.{name}" for name in ("gamma_min", "gamma_epochs")),
+    "data.augment",
+    "data.captions",
+    "data.crop_ratio",
+    "data.crop_scale",
+    "model.max_scale",
+    "model.patch_dropout",
+    "loss.options.gamma_min",
+    "loss.options.gamma_epochs",
 }
 """Settings that --allow-change may name. The other settings in identity_of must never change on resume: they
 decide which samples are read, or to which model, optimizer and loss the saved state belongs."""

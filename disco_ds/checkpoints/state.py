@@ -11,7 +11,6 @@ The code uses the file keys and the optimizer attributes of DeepSpeed 0.19.
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ AVERAGE = "ema"
 """Name of the optimizer state that contains the exponential moving average of the weights."""
 POSITIONS = "visual.positional_embedding"
 """Name of the image tower's position embedding, the only parameter whose size depends on the image size."""
-HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
+NOT_LOADED = ("betas", "eps", "lr_factor", "momentum", "names", "params", "weight_decay")
 """Keys of optimizer parameter groups whose values come from this run's settings on resume, not from the checkpoint.
 
 The learning rate is not listed, because it is set before every update.
@@ -42,8 +41,7 @@ A flat tensor is the concatenation of many parameters.
 """
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A contiguous part of a parameter in a file."""
 
     states: States
@@ -103,18 +101,19 @@ def read_fragments(saved: Checkpoint, ranks: Iterable[int] | None = None) -> Fra
             states = {"fp32": file[flat][group], **optimizer["state"].get(group, {})}
             offset = 0
             for number, (name, size) in enumerate(sizes.items()):
+                length = size.numel()
                 if stage == 3:
                     # This rank's shares of the parameters are concatenated. The shares of the last ranks are padded.
-                    share = math.ceil(size.numel() / num_ranks)
-                    start, _, numel = find_overlap(0, size.numel(), rank, share)
+                    share = math.ceil(length / num_ranks)
+                    start, _, numel = find_overlap(0, length, rank, share)
                     fragments[name].append(Fragment(states, start, offset, numel))
                     offset += share
                 else:
                     # The parameters are concatenated and divided evenly among the ranks.
                     part_size = len(file[flat][group]) + file["group_paddings"][group]
-                    part = find_overlap(offset, size.numel(), rank, part_size)
+                    part = find_overlap(offset, length, rank, part_size)
                     fragments[name].append(Fragment(states, *part))
-                    offset += size.numel() + file["param_alignment_paddings"][group][number]
+                    offset += length + file["param_alignment_paddings"][group][number]
     return fragments
 
 
@@ -132,11 +131,12 @@ def find_overlap(offset: int, numel: int, rank: int, part_size: int) -> tuple[in
         Index of the part's first element within the parameter and within the rank's elements, and the part's number of
         elements, which may be 0.
     """
-    begin = max(offset, rank * part_size)
-    end = min(offset + numel, (rank + 1) * part_size)
+    first = rank * part_size
+    begin = max(offset, first)
+    end = min(offset + numel, first + part_size)
     if begin >= end:
         return 0, 0, 0
-    return begin - offset, begin - rank * part_size, end - begin
+    return begin - offset, begin - first, end - begin
 
 
 def load_model(saved: Checkpoint, rank: int = 0) -> Tree:
@@ -354,7 +354,7 @@ def _load_optimizer_states(
         group |= {
             key: value
             for key, value in saved.get(group["name"], {}).items()
-            if key not in ("params", *HYPERPARAMETERS)
+            if key not in NOT_LOADED
         }
     optimizer.load_state_dict(content)
     if is_sharded:
