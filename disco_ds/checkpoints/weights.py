@@ -3,9 +3,8 @@
 resume.py resumes training, and export.py writes exports.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import open_clip
 from safetensors.torch import load_file
@@ -25,8 +24,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG, META
 TENSORS = "open_clip_model.safetensors"
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The tensors of a trained model and the information needed to build the model."""
 
     origin: Path

@@ -10,11 +10,10 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -47,8 +46,7 @@ def check_agreement(settings: dict[str, Any], remedy: str = REMEDY, what: str = 
             values and the hosts and ranks that have each value.
     """
     local = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(settings)}
-    differences = find_differences(comm.gather_objects((socket.gethostname(), local)))
-    if differences:
+    if differences := find_differences(comm.gather_objects((socket.gethostname(), local))):
         lines = [f"the ranks have different {what}:", *differences]
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
 
@@ -103,8 +101,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 """Files that contain the memory limit of a container, under cgroups v2 and v1."""
 
 
-@dataclass(frozen=True)
-class HostShare:
+class HostShare(NamedTuple):
     """The cores and memory of a host that one of its ranks may use."""
 
     ranks: int

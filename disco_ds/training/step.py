@@ -5,8 +5,8 @@ contrastive_step (custom_loop.py) is the same algorithm without a run.
 """
 
 import socket
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from disco_ds.training.grad_accum import Snapshot, forward_all, loss_at_features
 from disco_ds.training.optimizer import update_average
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The results of a step."""
 
     metrics: dict[str, Tensor]
@@ -37,16 +36,14 @@ class StepOutput:
     """[1], the logit bias that the loss was computed with; None if the model has no bias."""
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """The batch cannot be used. The step has changed nothing. The same on every rank."""
 
     problem: str | None
     """What is not finite; None if the batch is skipped because its loss or gradient norm is a spike."""
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(NamedTuple):
     """The run cannot continue. The step has changed nothing. The same on every rank."""
 
     problem: str
@@ -92,8 +89,7 @@ def run_step(
         begin("loss")
         with timer("step/loss"):
             out, leaves = loss_at_features(run.loss, features)
-        problem = agree(run, step, data, leaves, out)
-        if problem is not None:
+        if problem := agree(run, step, data, leaves, out):
             return problem
         set_rates(engine, run.learning_rate(step), config.optim, leaves.scale)
         begin("backward and update")
@@ -111,17 +107,18 @@ def run_step(
             before.restore()
             deepspeed_quirks.forget_trace(engine)
     # If fp16's loss scaler has skipped the update, nothing else may change either.
-    (after if update.result == "applied" else before).restore()
+    is_applied = update.result == "applied"
+    (after if is_applied else before).restore()
     clamp_scale(engine, config.model.max_scale, leaves.scale.detach())
     output = StepOutput(
         metrics=out.metrics,
         scale=leaves.scale.detach(),
-        grad_norm=update.norm if update.result == "applied" else None,
+        grad_norm=update.norm if is_applied else None,
         # Clone the rows, so that the features of the whole batch can be freed before the next step.
         features=tuple(side.detach()[:SAMPLE].clone() for side in (leaves.image, leaves.text)),
         bias=leaves.bias,
     )
-    if update.result == "applied":
+    if is_applied:
         run.loss.commit()
         if config.optim.ema:
             update_average(engine, config.optim.ema)

@@ -298,7 +298,7 @@ def overflow_from(path: Path, first: int, saved: list[int]) -> None:
     def skipped(run: Run, step: int, *others: Any) -> StepOutput:
         output = run_step(run, step, *others)
         assert isinstance(output, StepOutput)
-        return output if step + 1 < first else replace(output, grad_norm=None)
+        return output if step + 1 < first else output._replace(grad_norm=None)
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("disco_ds.training.loop.run_step", skipped)
