@@ -174,15 +174,11 @@ def refuse_recipe(problem: ValueError) -> None:
     Raises:
         RefusedError: On every rank. The message names the ranks that cannot read their recipe.
     """
-    adopt_slurm()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         raise comm.RefusedError(str(problem))
     timeout_s = Config.model_fields["timeout_s"].default
-    try:
-        with comm.session(timeout_s), comm.all_or_none("recipe"):
-            raise problem
-    except comm.AgreedError as error:
-        raise comm.RefusedError(str(error)) from None
+    with comm.session(timeout_s), comm.all_or_none("recipe", comm.RefusedError):
+        raise problem
 
 
 def _announce(run: Run) -> None:
@@ -255,8 +251,7 @@ def _restored_process() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.excepthook = hook
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(environment)
 
 

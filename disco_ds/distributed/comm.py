@@ -122,23 +122,20 @@ def session(timeout_s: float) -> Iterator[None]:
     if _next_port is not None:
         os.environ.update(MASTER_PORT=str(_next_port), TORCHELASTIC_USE_AGENT_STORE="False")
     init(timeout_s)
-    failure: AgreedError | None = None
+    leaves_alone = False
     try:
         yield
-    except AgreedError as error:
-        failure = error
-    except BaseException:
+    except BaseException as error:
         # With one rank, no other rank is waiting, and this process may start another session.
-        if size() == 1:
-            dist.destroy_process_group()
+        leaves_alone = size() > 1 and not isinstance(error, AgreedError)
         raise
-    # The next session of these ranks needs another port, because this session's store may still be
-    # open on rank 0, with old keys.
-    _next_port = broadcast(_free_port()) if size() > 1 else None
-    barrier()
-    dist.destroy_process_group()
-    if failure is not None:
-        raise failure
+    finally:
+        if not leaves_alone:
+            # The next session of these ranks needs another port, because this session's store may still be open on
+            # rank 0, with old keys.
+            _next_port = broadcast(_free_port()) if size() > 1 else None
+            barrier()
+            dist.destroy_process_group()
 
 
 def _joined() -> bool:
@@ -474,8 +471,7 @@ def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[No
         if not isinstance(error, ValueError | OSError):
             problem = f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))
-    failed = [number for number, (text, _) in enumerate(reports) if text is not None]
-    if failed:
+    if failed := [number for number, (text, _) in enumerate(reports) if text is not None]:
         where = "" if len(failed) == size() else f" ({join_ranks(failed)})"
         hosts = dict.fromkeys(reports[number][1] for number in failed)
         if len(hosts) < len({host for _, host in reports}):

@@ -52,8 +52,7 @@ def adopt_slurm() -> None:
     env.setdefault("WORLD_SIZE", env["SLURM_STEP_NUM_TASKS"])
     # With --gpus-per-task, each task sees only its own GPUs, so the local ID may exceed their number.
     local = int(env["SLURM_LOCALID"])
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible:
+    if visible := env.get("CUDA_VISIBLE_DEVICES"):
         local %= visible.count(",") + 1
     env.setdefault("LOCAL_RANK", str(local))
     env["RANK"] = env["SLURM_PROCID"]
@@ -102,13 +101,11 @@ def _end_after(pid: int) -> None:
     # psutil's wait is not used, because it never returns for a zombie that nobody reaps, for example in a container
     # without an init process.
     try:
-        handle = os.pidfd_open(pid)
+        wait([os.pidfd_open(pid)])
     except ProcessLookupError:
-        pass
+        pass  # it has already ended
     except OSError:
         return  # this kernel does not support pidfd_open
-    else:
-        wait([handle])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -134,7 +131,7 @@ class Interrupts:
     def __init__(self, save_every_s: float = 0.0) -> None:
         self.save_every_s = save_every_s
         self.since = time.monotonic()
-        """When the last save began; before the first save, when the timer was started."""
+        """When the last save began, whether or not it succeeded; before the first save, when the timer was started."""
         self.is_stop_requested = False
         """True once this rank has received a signal that asks the run to save and stop."""
         self.save = False
@@ -161,10 +158,6 @@ class Interrupts:
         """Store what all ranks have agreed on. A run that stops also saves."""
         self.save = save or stop
         self.stop = stop
-
-    def saved(self) -> None:
-        """Restart the timer of periodic saves. Called when a save begins, whether or not it succeeds."""
-        self.since = time.monotonic()
 
     def _handle(self, number: int, frame: Any) -> None:
         self.is_stop_requested = True

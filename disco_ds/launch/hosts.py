@@ -112,7 +112,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
     Returns:
         Number of processes found on each host; None for a host that cannot be reached.
     """
-    program = [sys.executable, "-c", SIGNAL_PROGRAM, launch, str(int(number))]
+    program = [sys.executable, "-c", SIGNAL_PROGRAM, launch, f"{number:d}"]
     ssh = ["ssh", *REACH, *shlex.split(os.environ.get(SSH_OPTIONS, ""))]
     commands = [[*ssh, host, shlex.join(program)] for host in hosts] or [program]
     # Contact all hosts at the same time, so that many hosts take no longer than one.
@@ -130,7 +130,6 @@ def _ask(launch: str, command: Sequence[str]) -> int | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
             errors="replace",
             timeout=REACH_S,
         ).stdout

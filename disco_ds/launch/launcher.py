@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from disco_ds.config import Config, load_config
-from disco_ds.distributed.launcher import die_with_parent
+from disco_ds.distributed.launcher import SIGNALS, die_with_parent
 from disco_ds.launch.hosts import (
     SSH_OPTIONS,
     check_min_hosts,
@@ -81,7 +81,7 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self._last = -ONE_SIGNAL_S
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in (*SIGNALS, signal.SIGHUP):
             # Leave ignored signals ignored, such as SIGHUP under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -237,7 +237,6 @@ def run_once(
         start_new_session=True,
         preexec_fn=die_with_parent,
         stderr=subprocess.PIPE,
-        text=True,
         errors="replace",
     )
     failed: dict[str, int] = {}
@@ -319,7 +318,7 @@ def find_run(parents: Sequence[Path], attempt_id: str) -> tuple[Path | None, int
         for path in parent.glob(f"*/{LAUNCHED}"):
             # Ignore a malformed file: another program may have written it.
             with suppress(OSError, ValueError, LookupError, TypeError):
-                record = json.loads(path.read_text(encoding="utf-8"))
+                record = json.loads(path.read_bytes())
                 if record["launch"] == attempt_id:
                     return path.parent, record["code"]
     return None, None
@@ -339,15 +338,12 @@ def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
     if folder and (folder / FINISHED).exists():
         return 0
     # The ranks' agreement takes precedence over the exit codes of their launchers.
-    if agreed:
-        return agreed
-    return next((code for code in (2, 3) if code in codes), 1)
+    return agreed or next((code for code in (2, 3) if code in codes), 1)
 
 
 def newest_checkpoint(folder: Path | None) -> Path | None:
     """Return the last complete checkpoint of a run folder, or None if there is none."""
-    complete = list_complete(folder) if folder else []
-    return complete[-1] if complete else None
+    return next(reversed(list_complete(folder)), None) if folder else None
 
 
 def run(args: argparse.Namespace) -> int:
