@@ -316,21 +316,20 @@ class _Towers:
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)
         last = self.num_micro_batches == 1
-        # Before torch 2.11, a surrounding autocast would reuse weights that it has cast without a graph.
-        torch.clear_autocast_cache()
         with torch.set_grad_enabled(keep_graph), _synchronized(self.model, last):
             features = self._run_forward(batch["batch"])
         return MicroFeatures(features, rng, index=batch["index"], group_id=batch["group_id"])
 
     def again(self, batch: Any, first: MicroFeatures) -> Features:
         first.rng.restore()
-        torch.clear_autocast_cache()
         features = self._run_forward(batch["batch"])
         if self.is_checked:
             self._refuse_different(features, first.features)
         return features
 
     def _run_forward(self, batch: Any) -> Features:
+        # Before torch 2.11, a surrounding autocast would reuse weights that it has cast without a graph.
+        torch.clear_autocast_cache()
         outputs: Any = self.forward(batch)
         if not isinstance(outputs, tuple | list) or not 2 <= len(outputs) <= 4:
             raise ValueError(

@@ -313,8 +313,8 @@ def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
         if parameter.numel():  # ZeRO 3 keeps small parameters gathered
             clamp(parameter.data)
         return
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is not None:  # ZeRO 1 and 2: this rank owns all or part of the fp32 copy
+    # At ZeRO 1 and 2, a rank has a mapping if it owns all or part of the fp32 copy.
+    if mapping := getattr(parameter, "_hp_mapping", None):
         clamp(mapping.get_hp_fragment())
     clamp(parameter.data)
 

@@ -14,8 +14,6 @@ the trainer, with DeepSpeed, and custom_loop.py for custom training loops, with 
 
 # Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -85,11 +83,14 @@ class Snapshot:
     def warn_of_changed_buffers(self, model: torch.nn.Module) -> None:
         """Warn if the forwards since this snapshot changed a buffer of `model`, other than batch statistics."""
         norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
-        changed = [name for name, buffer, copy in self._copies if not torch.equal(buffer, copy)]
-        others = [name for name in changed if name.rpartition(".")[0] not in norms]
-        if others:
+        changed = [
+            name
+            for name, buffer, copy in self._copies
+            if name.rpartition(".")[0] not in norms and not torch.equal(buffer, copy)
+        ]
+        if changed:
             comm.warn(
-                f"the forward changes the buffer {others[0]}; if it also uses this buffer, as spectral_norm does, the "
+                f"the forward changes the buffer {changed[0]}; if it also uses this buffer, as spectral_norm does, the "
                 "gradient depends on the number of micro-batches"
             )
 
@@ -107,10 +108,6 @@ class MicroFeatures:
     """[m] sample ids."""
     group_id: Tensor | None = None
     """[m] int64, ids of the groups to which the samples belong; None if samples are not grouped."""
-
-    def detach(self) -> MicroFeatures:
-        """Return the same features without their autograd graph."""
-        return replace(self, features=tree_map_only(Tensor, Tensor.detach, self.features))
 
 
 class Towers(Protocol):
@@ -141,7 +138,9 @@ def forward_all(
     for k, batch in enumerate(micro_batches):
         part = towers(batch, keep_graph=k == last)
         # The towers may build a graph even if keep_graph is False. Detaching the features frees it.
-        features.append(part if k == last else part.detach())
+        if k != last:
+            part = replace(part, features=tree_map_only(Tensor, Tensor.detach, part.features))
+        features.append(part)
     return features
 
 

@@ -18,7 +18,7 @@ import torch
 from disco_ds.config import CheckpointSettings, EvalSettings, Schedule
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
-from disco_ds.eval import Result, describe, evaluate_sets, record
+from disco_ds.eval import describe, evaluate_sets, record
 from disco_ds.metrics.anomalies import features_spread
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.runs.messages import say
@@ -137,7 +137,7 @@ def find_overflows(scales: Sequence[float], step: int, schedule: Schedule) -> st
 
 def save(run: Run, step: int) -> None:
     """Save a checkpoint after this step, in the background unless training ends here. Collective."""
-    run.interrupts.saved()
+    run.interrupts.since = time.monotonic()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
     run.saver.save(step, last=step == run.schedule.last_step or run.interrupts.stop)
@@ -176,7 +176,8 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Evaluate the model on all evaluation sets, and log the results. Collective; training is not affected.
 
-    With optim.ema, the average of the weights is evaluated too. Its results have names that end in _ema.
+    With optim.ema, the average of the weights is evaluated too. Its results have names that end in _ema. Examples of
+    the first set that has any are kept for report.png.
 
     Returns:
         The values that were written to metrics.jsonl, keyed by name.
@@ -193,19 +194,13 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     run.metrics.write_values(step, values)
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
-        publish(run, step, results)
+        samples, epoch_samples = run.schedule.samples(step), run.loader.epoch_samples
+        epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
+        say(f"step {step:,}{epoch}:\n{describe(results)}")
+        if classified := [result for result in results if result.examples]:
+            with log_errors("images for report.png were not saved"):
+                save_examples(run.folder, classified[0].name, classified[0].examples)
     return values
-
-
-def publish(run: Run, step: int, results: list[Result]) -> None:
-    """Write the results to the log, and keep examples for report.png. Rank 0 only."""
-    samples, epoch_samples = run.schedule.samples(step), run.loader.epoch_samples
-    epoch = f", epoch {samples / epoch_samples:.2f}" if epoch_samples else ""
-    say(f"step {step:,}{epoch}:\n{describe(results)}")
-    classified = [result for result in results if result.examples]
-    if classified:
-        with log_errors("images for report.png were not saved"):
-            save_examples(run.folder, classified[0].name, classified[0].examples)
 
 
 def finish(run: Run) -> None:
