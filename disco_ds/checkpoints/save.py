@@ -369,16 +369,16 @@ class Save:
         self.tidy()
 
 
+@dataclass
 class _HashedFile:
     """A file for torch.save that hashes the bytes written to it.
 
     It stores the first write error instead of raising it, because torch.save would hide the cause.
     """
 
-    def __init__(self, file: BinaryIO):
-        self.file = file
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
+    file: BinaryIO
+    digest: Any = field(default_factory=hashlib.sha256)
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
         if self.error is None:

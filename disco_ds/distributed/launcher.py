@@ -135,7 +135,7 @@ class Interrupts:
         self.is_stop_requested = False
         """True once this rank has received a signal that asks the run to save and stop."""
         self.save = False
-        """Agreed by all ranks: save after this step."""
+        """Agreed by all ranks: save after this step. A run that stops also saves."""
         self.stop = False
         """Agreed by all ranks: stop after this step."""
         self._first_interrupt: float | None = None
@@ -153,11 +153,6 @@ class Interrupts:
     def is_save_due(self) -> bool:
         """Whether a periodic save is due by this rank's clock."""
         return 0 < self.save_every_s <= time.monotonic() - self.since
-
-    def agree(self, save: bool, stop: bool) -> None:
-        """Store what all ranks have agreed on. A run that stops also saves."""
-        self.save = save or stop
-        self.stop = stop
 
     def _handle(self, number: int, frame: Any) -> None:
         self.is_stop_requested = True

@@ -163,7 +163,8 @@ def agree(
         return Stopped(
             f"the ranks are at different steps, so they have not trained the same model: {'; '.join(steps)}"
         )
-    run.interrupts.agree(bool(worst["save"]), bool(worst["stop"]))
+    run.interrupts.stop = bool(worst["stop"])
+    run.interrupts.save = run.interrupts.stop or bool(worst["save"])
     run.saver.are_jobs_done = not worst["writing"]
     if worst["data_error"]:
         return Stopped(describe_data_errors(step, data), is_sound=True)
