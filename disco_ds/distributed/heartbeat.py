@@ -118,6 +118,8 @@ class Heartbeat:
         """Folder for the diagnostics that this rank writes before its process is ended; None: write to stderr only."""
         self.progress = Progress(0, 0, "building")
         """What the last call of `mark` recorded."""
+        self._furthest = self.progress
+        """For rank 0, the latest progress of any rank."""
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
         self._is_hurried = self._is_stop_agreed = self._is_leaving = False
 
@@ -321,7 +323,6 @@ class Heartbeat:
         now = self._last_answer = self._moved_at = time.monotonic()
         self._last_heard: dict[int, float] = dict.fromkeys(self._watched, now)
         self._furthest = self.progress
-        """For rank 0, the latest progress of any rank."""
 
 
 # Diagnostics that a rank writes before its process is ended

@@ -329,7 +329,7 @@ def check_without_data(config: Config) -> None:
     make_loss(config)
     if config.optim.factory:
         load_custom(config.optim.factory)
-    teacher = config.teacher and config.teacher.settings
+    teacher = config.teacher.settings if config.teacher else None
     for settings in filter(None, (config.model, teacher)):
         read_architecture(settings)
         find_weights(register_config(settings.name), settings)
