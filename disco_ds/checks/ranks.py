@@ -60,10 +60,10 @@ def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Ite
     # All ranks raise these errors together. After any other error the launcher ends all ranks.
     common = (ValueError, FloatingPointError)
     with comm.session(config.timeout_s):
-        hosts = examine("hosts", lambda: check_all_hosts(config), common)
+        hosts = examine("hosts", check_all_hosts(config), common)
         yield from hosts
         if gradients and hosts[0].status == "ok":
-            yield from examine("gradients", lambda: check_gradients(small, alone), common)
+            yield from examine("gradients", check_gradients(small, alone), common)
 
 
 def shrink(config: Config, ranks: int) -> Config:

@@ -1,6 +1,6 @@
 """The result of a check, as a line of text."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 _WIDTH = 16
@@ -24,20 +24,20 @@ class Line(NamedTuple):
 
 def examine(
     check: str,
-    run: Callable[[], Iterable[Line]],
+    results: Iterable[Line],
     errors: tuple[type[Exception], ...] = (Exception,),
 ) -> list[Line]:
     """Run a check and return its lines. Drop an ok line if another line with the same `check` reports a problem.
 
     Args:
         check: Name of the check.
-        run: Runs the check and yields its lines.
+        results: The generator that runs the check and yields its lines.
         errors: Exception types that are reported as a line with status fail, so that the other
             checks still run.
     """
     lines: list[Line] = []
     try:
-        for line in run():
+        for line in results:
             lines.append(line)
     except errors as error:
         # Messages of ValueError and OSError are written for users. Other exceptions need their type as well.

@@ -246,13 +246,13 @@ def _check_all(options: Doctor, is_rank_0: bool, size: int) -> Iterator[Line]:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
         reported = set[str]()
         for lines in (
-            examine("recipe", lambda: check_start(config, ranks)),
-            examine("data", lambda: check_data(config, ranks, ranks_here)),
-            examine("samples", lambda: check_samples(config, options.picture)),
+            examine("recipe", check_start(config, ranks)),
+            examine("data", check_data(config, ranks, ranks_here)),
+            examine("samples", check_samples(config, options.picture)),
         ):
             # Several checks may find the same mistake, for example an unknown model.
             yield from (line for line in lines if line.found not in reported)
             reported.update(line.found for line in lines)
-        yield from examine("runs folder", lambda: check_host(config.runs))
+        yield from examine("runs folder", check_host(config.runs))
     if size > 1 or options.gradients:
         yield from check_ranks(config, ranks, is_rank_0, options.gradients)

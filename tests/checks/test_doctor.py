@@ -85,7 +85,7 @@ def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> N
 
 
 def start(config: Config, ranks: int = 1) -> Line:
-    return the(examine("recipe", lambda: check_start(config, ranks)), "recipe")
+    return the(examine("recipe", check_start(config, ranks)), "recipe")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in find_ds_configs().glob("*.json")))
@@ -164,9 +164,9 @@ def test_batch_that_does_not_divide_fails() -> None:
 
 def look_at_data(config: Config, ranks: int = 1, ranks_here: int | None = None) -> list[Line]:
     errors = (ValueError, OSError)
-    lines = examine("data", lambda: check_data(config, ranks, ranks_here), errors)
+    lines = examine("data", check_data(config, ranks, ranks_here), errors)
     found = {line.found for line in lines}
-    more = examine("samples", lambda: check_samples(config), errors)
+    more = examine("samples", check_samples(config), errors)
     return lines + [line for line in more if line.found not in found]
 
 
@@ -396,9 +396,7 @@ def test_stored_embeddings_of_another_width_are_named(tmp_path: Path) -> None:
     sources = [{"shards": str(tmp_path / name)} for name in ("one", "other")]
     teacher = TeacherSettings(image="img.npy", text="txt.npy")
     config = data_of("unused", shards=None, sources=sources)
-    lines = examine(
-        "samples", lambda: check_samples(config.model_copy(update={"teacher": teacher}))
-    )
+    lines = examine("samples", check_samples(config.model_copy(update={"teacher": teacher})))
     assert statuses(lines) == [("fail", "samples")]
     assert "img.npy has a width of 6, but the width of the other samples" in lines[0].found
 
@@ -432,7 +430,7 @@ def test_picture_shows_what_training_sees(stored: bool, tmp_path: Path) -> None:
         image = augment(sample["image"][None], key, config.data.augment)[0]
         assert torch.allclose(images[row], image, atol=1e-6)
     loader.close()
-    lines = examine("samples", lambda: check_samples(config, tmp_path / "samples.png"))
+    lines = examine("samples", check_samples(config, tmp_path / "samples.png"))
     assert the(lines, "picture").status == "ok"
     with Image.open(tmp_path / "samples.png") as picture:
         assert picture.size == (960, 760)
