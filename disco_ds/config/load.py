@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -118,8 +117,7 @@ def read_words() -> dict[str, dict[str, dict[str, Any]]]:
     options, and `note`, an explanation of the flag. If only one major release of open_clip has the
     flag, `only` names this release.
     """
-    text = Path(__file__).with_name("open_clip_flags.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return read_settings(Path(__file__).with_name("open_clip_flags.yaml"), "table")
 
 
 def explain_word(name: str) -> str | None:

@@ -3,7 +3,7 @@
 import copy
 from pathlib import Path
 
-from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, zero_stage
+from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge
 from disco_ds.config.recipe import Config
 from disco_ds.config.settings import Tree
 
@@ -30,7 +30,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     check_ds_config(config.deepspeed)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(config.deepspeed))
     zero = rendered["zero_optimization"]
-    level = zero_stage(rendered)
+    level = config.zero_stage
     if config.model.compile is True and level == 3:
         raise ValueError(
             "model.compile=true at ZeRO 3 is refused: torch.compile reads parameters of "
@@ -59,7 +59,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "DeepSpeed would update parameters with a separate AdamW and would not save its states; remove the key"
         )
     num_micro_batches = config.num_micro_batches(ranks)
-    if precision(rendered) == "autocast":
+    if config.precision == "autocast":
         # DeepSpeed may reduce the gradients of the modules in this list in 16 bits. By default, these
         # are Linear and Conv modules. The empty list prevents this for every module.
         rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
@@ -71,7 +71,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         zero.setdefault("overlap_comm", level == 3 or (num_micro_batches == 1 and ranks > 1))
         # Gradients that ZeRO 1 reduces after the backward pass need no permanent buffer: see
         # fuse_update in distributed/deepspeed_quirks.py. It handles fp32 gradients.
-        is_fp32 = precision(rendered) in ("fp32", "autocast")
+        is_fp32 = config.precision in ("fp32", "autocast")
         without_buffer = level == 1 and is_fp32 and not zero["overlap_comm"]
         zero.setdefault("contiguous_gradients", not without_buffer)
     if run_folder is not None and config.log.tensorboard:
