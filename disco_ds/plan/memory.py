@@ -9,7 +9,7 @@ DeepSpeed's memory is predicted for version 0.19.
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, Tree, render_ds_config
+from disco_ds.config import Config, render_ds_config
 from disco_ds.data.batches import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.models.param_groups import PARAMETER_DTYPES
 from disco_ds.plan.assumptions import DEFAULTS, Assumptions
@@ -73,7 +73,6 @@ def plan_memory(
         ValueError: If the recipe cannot run on this number of ranks, plan/losses.py does not know its loss, or the loss
             needs the number of samples and it is not assumed.
     """
-    ds_config = render_ds_config(config, ranks)
     b, K = config.global_batch // ranks, config.num_micro_batches(ranks)
     cost = loss_cost(
         config.loss.name,
@@ -84,7 +83,7 @@ def plan_memory(
         assumed.data_samples or 0,
         towers.teacher_width,
     )
-    engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
+    engine_moments, host = _plan_engine(config, ranks, towers)
     features = 2 * 4 * b * towers.width
     # The forward holds the features of all micro-batches. The loss adds their concatenation, and the
     # backward adds their gradients.
@@ -121,7 +120,7 @@ def plan_memory(
 
 
 def _plan_engine(
-    config: Config, ds_config: Tree, N: int, towers: Towers
+    config: Config, N: int, towers: Towers
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """Predict the memory of the DeepSpeed engine.
 
@@ -130,6 +129,7 @@ def _plan_engine(
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    ds_config = render_ds_config(config, N)
     zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
     level = config.zero_stage
     e = PARAMETER_DTYPES[config.precision].itemsize
