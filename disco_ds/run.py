@@ -24,7 +24,7 @@ from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.hosts import check_agreement, check_code, share_host
 from disco_ds.distributed.launcher import SIGNALS, Interrupts, adopt_slurm
-from disco_ds.eval import Result, evaluate_sets, load_sets
+from disco_ds.eval import Encoder, Result, evaluate_sets, load_sets
 from disco_ds.eval.model import evaluation_settings, in_precision, load_model, read_image_spec
 from disco_ds.losses import LossContractError
 from disco_ds.runs.messages import log_only, say, show
@@ -313,5 +313,5 @@ def evaluate_run(
             raise comm.RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
         in_precision(module, config.precision)
-        spec = read_image_spec(module)
-        return evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)
+        encoder = Encoder(module, read_image_spec(module), tokenizer, config.micro_batch)
+        return evaluate_sets(encoder, sets)

@@ -5,6 +5,6 @@ encode      features of images and texts      pairs       retrieval, and the los
 results     what is recorded and printed      probes      accuracy of classifiers of image features
 """
 
-from disco_ds.eval.encode import ImageSet
+from disco_ds.eval.encode import Encoder, ImageSet
 from disco_ds.eval.results import Result, describe, record
 from disco_ds.eval.sets import evaluate_sets, load_sets

@@ -14,13 +14,12 @@ All sets are checked when a run starts, so that a mistake is reported before tra
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from disco_ds.config import DataSettings, EvalSettings
@@ -28,7 +27,6 @@ from disco_ds.config.text_file import read_text
 from disco_ds.data import (
     CaptionedImages,
     ImageFolder,
-    ImageSpec,
     Source,
     Table,
     index_shards,
@@ -82,29 +80,17 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
 # the training step for a variable batch size too.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def evaluate_sets(
-    model: nn.Module,
-    sets: Sequence[ImageSet],
-    spec: ImageSpec,
-    tokenize: Callable[[list[str]], Tensor],
-    chunk: int,
-) -> list[Result]:
-    """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
+def evaluate_sets(encoder: Encoder, sets: Sequence[ImageSet]) -> list[Result]:
+    """Evaluate the encoder's model on every set, in eval mode. Collective: every rank must call this.
 
     Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of batch
     normalization differ between ranks. Those of rank 0, which checkpoints contain, overwrite those of the other ranks.
-
-    Args:
-        model: An engine or a module.
-        sets: What to evaluate on.
-        spec: Size and resizing of the images.
-        tokenize: The tokenizer.
-        chunk: Number of images or texts per rank and forward pass.
 
     Raises:
         AgreedError: If shards cannot be read, if a set has no readable image, or if the training images of a
             probe have fewer than two labels.
     """
+    model = encoder.model
     training = model.training
     model.eval()
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -113,7 +99,6 @@ def evaluate_sets(
         statistics = comm.broadcast([buffer.cpu() for buffer in buffers])
         for buffer, value in zip(buffers, statistics, strict=True):
             buffer.copy_(value)
-    encoder = Encoder(model, spec, tokenize, chunk)
     results = [item.evaluate(encoder) for item in sets]
     model.train(training)
     return results

@@ -29,7 +29,6 @@ from disco_ds.checkpoints.save import Saver
 from disco_ds.checkpoints.state import load_trained, load_untrained
 from disco_ds.config import Config, Schedule, Tree, make_schedule, render_ds_config
 from disco_ds.data import (
-    ImageSpec,
     Loader,
     Share,
     Source,
@@ -45,7 +44,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import DIAGNOSTICS, Heartbeat, dump_records_to
 from disco_ds.distributed.hosts import HostShare, check_agreement, share_host
 from disco_ds.distributed.launcher import Interrupts
-from disco_ds.eval import ImageSet, load_sets
+from disco_ds.eval import Encoder, ImageSet, load_sets
 from disco_ds.eval.model import read_image_spec, read_input_spec
 from disco_ds.losses import Loss, build_loss
 from disco_ds.losses.kernels.similarity import find_problem as find_kernel_problem
@@ -99,8 +98,8 @@ class Run:
     anomalies: AnomalyDetector
     sets: list[ImageSet]
     """The evaluation sets."""
-    image: ImageSpec
-    tokenizer: Any
+    encoder: Encoder
+    """Encodes the images and texts of the evaluation sets."""
     description: str
     """For the log: which parts of the towers use this package's faster versions or are compiled, and the teacher."""
     saver: Saver
@@ -192,7 +191,6 @@ def build(
     with comm.all_or_none("model"):
         check_image_sizes(recipe)
     model, tokenizer, description = build_towers(config, loss, restored=saved is not None)
-    image = read_image_spec(model)
     if teacher:
         description += f"\nteacher: {teacher.description}"
     loader = build_loader(config, sources, model, tokenizer, share, saved, teacher)
@@ -267,8 +265,7 @@ def build(
         metrics=metrics,
         anomalies=anomalies,
         sets=sets,
-        image=image,
-        tokenizer=tokenizer,
+        encoder=Encoder(engine, read_image_spec(model), tokenizer, config.micro_batch),
         description=description,
         saver=saver,
         interrupts=interrupts or Interrupts(60 * config.checkpoint.every_minutes),

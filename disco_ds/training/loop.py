@@ -184,11 +184,10 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """
     run.heartbeat.mark(step, "evaluating")
     start = time.monotonic()
-    arguments = run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch
-    results = evaluate_sets(*arguments)
+    results = evaluate_sets(run.encoder, run.sets)
     if run.sets and has_average(run.engine):
         with averaged(run.engine):
-            for result in evaluate_sets(*arguments):
+            for result in evaluate_sets(run.encoder, run.sets):
                 results.append(replace(result, name=f"{result.name}_ema"))
     values = record(results)
     run.metrics.write_values(step, values)

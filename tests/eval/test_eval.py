@@ -22,7 +22,7 @@ from disco_ds.cli.main import main
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.eval import Result, describe, evaluate_sets, load_sets
+from disco_ds.eval import Encoder, Result, describe, evaluate_sets, load_sets
 from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model, read_preprocessing
 from disco_ds.run import evaluation_settings, load_model
@@ -53,10 +53,10 @@ def accuracies(path: Path, stage: int) -> tuple[Result, tuple[float, float]]:
         config = load_config(path, overrides)
         run = build(config, None, stack)
         train(run)
-        tokenize = run.tokenizer
-        (found,) = evaluate_sets(run.engine, run.sets, run.image, tokenize, config.micro_batch)
+        tokenize = run.encoder.tokenize
+        (found,) = evaluate_sets(run.encoder, run.sets)
         manifest = load_manifest(resolve_shards("bundled:emoji/unseen"))
-        samples = list(read_all(manifest, config.data, run.image, 0, 1, "{json[caption]}"))
+        samples = list(read_all(manifest, config.data, run.encoder.spec, 0, 1, "{json[caption]}"))
         labels = sorted({label for _, label, _ in samples})
         with torch.no_grad():
             run.engine.eval()
@@ -111,7 +111,7 @@ def test_equal_features_find_nothing_and_non_finite_ones_name_the_tower() -> Non
         def tokenize(texts: list[str]) -> Tensor:
             return torch.zeros(len(texts), 3, dtype=torch.int64)
 
-        results = evaluate_sets(model, sets, ImageSpec((32, 32)), tokenize, 64)
+        results = evaluate_sets(Encoder(model, ImageSpec((32, 32)), tokenize, 64), sets)
         return {key: value for result in results for key, value in result.values.items()}
 
     values = evaluate_model(Alike())
@@ -207,9 +207,8 @@ def everywhere(folder: Path, config: str) -> tuple[list[Any], tuple[list[float],
     model.train()
     sets = load_sets(settings(folder), DataSettings(source="synthetic"))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    results = evaluate_sets(
-        model, sets, ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), tokenizer(model), chunk=2
-    )
+    spec = ImageSpec((IMAGE_SIZE, IMAGE_SIZE))
+    results = evaluate_sets(Encoder(model, spec, tokenizer(model), chunk=2), sets)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     assert model.training
@@ -259,7 +258,7 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
                 model, tokenize = load_model(f"{run.folder}{what}")
                 sets = load_sets(config.eval, config.data)
                 mine, other = (
-                    evaluate_sets(m, sets, run.image, tokenize, chunk=4)
+                    evaluate_sets(Encoder(m, run.encoder.spec, tokenize, chunk=4), sets)
                     for m in (model, run.engine)
                 )
                 assert [result.values for result in mine] == [result.values for result in other]

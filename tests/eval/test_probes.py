@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from disco_ds.cli.main import main
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, read_all
-from disco_ds.eval import evaluate_sets, load_sets
+from disco_ds.eval import Encoder, evaluate_sets, load_sets
 from disco_ds.eval.probes import train_linear
 from disco_ds.models.clip import build_model, build_tokenizer
 from helpers.dist import run_ranks
@@ -46,7 +46,7 @@ def make_model(name: str) -> tuple[Any, Any]:
 
 def evaluate(name: str, settings: EvalSettings) -> Any:
     model, tokenizer = make_model(name)
-    (result,) = evaluate_sets(model, load_sets(settings, DATA), SPEC, tokenizer, 4)
+    (result,) = evaluate_sets(Encoder(model, SPEC, tokenizer, 4), load_sets(settings, DATA))
     return result.values, result.counts
 
 

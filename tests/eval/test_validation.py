@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.eval import Result, evaluate_sets, load_sets, record
+from disco_ds.eval import Encoder, Result, evaluate_sets, load_sets, record
 from disco_ds.models.clip import build_model, build_tokenizer
 from helpers.dist import run_ranks
 from helpers.shards import make_sample, write_shards
@@ -29,7 +29,7 @@ def losses(model_file: str, batch: int) -> tuple[Result, list[float]]:
     model = build_model(settings, initial_scale=20.0).eval()
     tokenize, spec = build_tokenizer(settings, model), ImageSpec((IMAGE_SIZE, IMAGE_SIZE))
     sets = EvalSettings(validation={"pairs": SHARDS}, validation_batch=batch, caption_key=CAPTION)
-    (found,) = evaluate_sets(model, load_sets(sets, DATA), spec, tokenize, 16)
+    (found,) = evaluate_sets(Encoder(model, spec, tokenize, 16), load_sets(sets, DATA))
     samples = list(read_all(load_manifest(resolve_shards(SHARDS)), DATA, spec, 0, 1, CAPTION))
     total, hits, num = 0.0, [0, 0], 0
     with torch.no_grad():
@@ -106,7 +106,8 @@ def evaluate_table(folder: Path) -> list[Result]:
     def tokenize(texts: list[str]) -> torch.Tensor:
         return torch.tensor([int(text.partition(" ")[0] or 0) for text in texts])
 
-    return evaluate_sets(ByColor(), load_sets(sets, DATA), ImageSpec((4, 4)), tokenize, 4)
+    encoder = Encoder(ByColor(), ImageSpec((4, 4)), tokenize, 4)
+    return evaluate_sets(encoder, load_sets(sets, DATA))
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -149,7 +150,8 @@ def test_caption_with_half_a_surrogate_pair_is_evaluated(tmp_path: Path) -> None
     def tokenize(texts: list[str]) -> torch.Tensor:
         return torch.tensor([int(text[:1] or 0) for text in texts])
 
-    (found,) = evaluate_sets(ByColor(), load_sets(sets, DATA), ImageSpec((4, 4)), tokenize, 4)
+    encoder = Encoder(ByColor(), ImageSpec((4, 4)), tokenize, 4)
+    (found,) = evaluate_sets(encoder, load_sets(sets, DATA))
     assert found.values["i2t_r1"] == 1.0
 
 
@@ -164,7 +166,8 @@ def test_labeled_csv_is_classified_and_needs_no_groups(tmp_path: Path) -> None:
     def tokenize(texts: list[str]) -> torch.Tensor:
         return torch.tensor([int(text.partition(" ")[0] or 0) for text in texts])
 
-    (found,) = evaluate_sets(ByColor(), load_sets(sets, data), ImageSpec((4, 4)), tokenize, 4)
+    encoder = Encoder(ByColor(), ImageSpec((4, 4)), tokenize, 4)
+    (found,) = evaluate_sets(encoder, load_sets(sets, data))
     assert found.counts == {"num_classes": 3, "num_images": 4, "num_broken": 2}
     assert (found.values["top1"], found.values["chance"]) == (1.0, pytest.approx(1 / 3))
 
@@ -189,7 +192,7 @@ def losses_with_statistics(batch: int) -> float:
     model.norm.running_mean = 100 * torch.rand(3, generator=generator)  # differs between ranks
     sets = EvalSettings(validation={"pairs": SHARDS}, validation_batch=batch, caption_key=CAPTION)
     tokenize = SimpleTokenizer(context_length=8)
-    (found,) = evaluate_sets(model, load_sets(sets, DATA), ImageSpec((8, 8)), tokenize, 16)
+    (found,) = evaluate_sets(Encoder(model, ImageSpec((8, 8)), tokenize, 16), load_sets(sets, DATA))
     return found.values[f"loss_at_{batch}"]
 
 

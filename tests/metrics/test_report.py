@@ -164,11 +164,11 @@ def end_a_run(path: Path) -> list[Any] | None:
         finish(run)
         run.engine.eval()
         data, manifest = config.data, load_manifest(resolve_shards(UNSEEN))
-        samples = list(read_all(manifest, data, run.image, 0, 1, LABEL))
+        samples = list(read_all(manifest, data, run.encoder.spec, 0, 1, LABEL))
         labels = sorted({label for _, label, _ in samples})
         with torch.no_grad():
             image, text, *_ = run.engine(
-                torch.stack([image for image, _, _ in samples]), run.tokenizer(labels)
+                torch.stack([image for image, _, _ in samples]), run.encoder.tokenize(labels)
             )
         best = (image @ text.T).topk(3, dim=1).indices.tolist()
         return [
