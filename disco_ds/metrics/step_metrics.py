@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 from deepspeed.accelerator import get_accelerator
@@ -26,8 +26,8 @@ class Metric:
 
     name: str
     """Key of the metric in metrics.jsonl; its tag in TensorBoard is train/NAME."""
-    over_ranks: Literal["same", "sum", "max", "mean"] = "same"
-    """Reduction over ranks; "same" for a value that is equal on all ranks."""
+    over_ranks: Callable[..., Any] | None = None
+    """Combines the values of all ranks into one; None for a value that is equal on all ranks."""
     show: Callable[[Any], str] | None = None
     """Formats the metric for the progress line, possibly as an empty string; None if it is not shown."""
 
@@ -43,16 +43,16 @@ METRICS = (
         show=lambda value: "norm skipped" if value is None else f"norm {value:.3f}",
     ),
     Metric("samples_per_s", show="{:,.0f} samples/s".format),
-    Metric("mfu", "mean"),
-    Metric("text_tokens", "mean"),
-    Metric("data_wait", "max", "wait {:.0%}".format),
-    Metric("peak_memory_bytes", "max", lambda value: f"{value / 2**30:.1f} GiB"),
+    Metric("mfu", fmean),
+    Metric("text_tokens", fmean),
+    Metric("data_wait", max, "wait {:.0%}".format),
+    Metric("peak_memory_bytes", max, lambda value: f"{value / 2**30:.1f} GiB"),
     Metric(
         "broken_samples",
-        "sum",
+        sum,
         lambda value: f"{value} broken samples skipped" if value else "",
     ),
-    Metric("dropped_samples", "sum"),
+    Metric("dropped_samples", sum),
     Metric(
         "skipped_batches",
         show=lambda value: f"{value} batches skipped" if value else "",
@@ -75,10 +75,9 @@ def reduce_metrics(local: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
     values = {name: x.item() if isinstance(x, Tensor) else x for name, x in local.items()}
     ids = int(digest(index.cpu()))
     ranks = comm.gather_objects({"ids": ids, **values})
-    reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "mean": fmean}
     for metric in METRICS:
-        if metric.over_ranks != "same" and values.get(metric.name) is not None:
-            values[metric.name] = reduce[metric.over_ranks](rank[metric.name] for rank in ranks)
+        if metric.over_ranks and values.get(metric.name) is not None:
+            values[metric.name] = metric.over_ranks(rank[metric.name] for rank in ranks)
     total = sum(rank["ids"] for rank in ranks)
     return {"ids": f"{total % 2**64:016x}", **values}
 
