@@ -80,13 +80,13 @@ class AnomalyDetector:
         write_values: Callable[[int, dict[str, float]], None],
         skip: bool,
         warmup_steps: int,
-        state: Mapping[str, Any] | None = None,
+        state: dict[str, Any] | None = None,
     ):
         self.write_values = write_values
         self.skip = skip
         self.warmup_steps = warmup_steps
         empty = {"recent": {"loss": [], "grad_norm": []}, "best": {}, "known": []}
-        self.state: dict[str, Any] = copy.deepcopy(dict(state or empty))
+        self.state: dict[str, Any] = state or empty
         """Plain values, which JSON stores exactly.
 
         recent: The last WINDOW losses and gradient norms.
