@@ -145,7 +145,7 @@ class Encoder:
         for features, samples in self.encode_images(pairs):
             parts.append(features)
             for pixels, text, index in samples:
-                lines = [line.strip() for line in text.split("\n") if line.strip()][:most]
+                lines = split_lines(text)[:most]
                 images.append((index, _hash(pixels.numpy().tobytes())))
                 captions += [(index, _hash(line.encode(errors="surrogatepass"))) for line in lines]
                 texts += lines
@@ -160,6 +160,10 @@ class Encoder:
     def encode_classes(self, classes: list[str], templates: tuple[str, ...]) -> Tensor:
         """Encode each class as the normalized mean of its prompts' features.
 
+        Args:
+            classes: The names of the classes.
+            templates: Prompts with {} in place of the class name.
+
         Returns:
             Unit rows, fp32, one for each class, on every rank.
 
@@ -168,8 +172,7 @@ class Encoder:
         # Each rank takes consecutive classes, so that gathering the means restores the order.
         share = math.ceil(len(classes) / comm.size())
         mine = classes[comm.rank() * share : (comm.rank() + 1) * share]
-        fills = [template.replace("{c}", "{}") for template in templates]
-        prompts = [fill.replace("{}", name) for name in mine for fill in fills]
+        prompts = [template.replace("{}", name) for name in mine for template in templates]
         features = self.encode_texts(prompts)
         means = features.view(-1, len(templates), features.shape[-1]).mean(dim=1)
         return gather_rows(F.normalize(means, dim=-1))
@@ -178,6 +181,11 @@ class Encoder:
 def _hash(data: bytes) -> int:
     """Return a hash that fits into int64."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), signed=True)
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text that are not blank, without surrounding spaces."""
+    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def _check_finite(tower: str, finite: Tensor) -> None:

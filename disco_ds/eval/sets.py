@@ -37,7 +37,7 @@ from disco_ds.data import (
     sort_labels,
 )
 from disco_ds.distributed import comm
-from disco_ds.eval.encode import Encoder, ImageSet
+from disco_ds.eval.encode import Encoder, ImageSet, split_lines
 from disco_ds.eval.pairs import HeldOutSet, RetrievalSet
 from disco_ds.eval.probes import ProbeSet
 from disco_ds.eval.results import Result
@@ -210,25 +210,24 @@ def _open(
 def read_templates(wanted: str) -> tuple[str, ...]:
     """Read the prompts from a text file, one per line. For `imagenet`, return open_clip's 80 prompts.
 
+    In a file, {c} or {} stands for the class name. In the returned prompts, it is always {}.
+
     Raises:
         ValueError: If a prompt has no placeholder for the class, or there are no prompts.
     """
     if wanted == _IMAGENET:
         from open_clip import OPENAI_IMAGENET_TEMPLATES
 
-        return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
-    lines = _read_lines(read_text(Path(wanted), "template file"))
+        return tuple(fill("{}") for fill in OPENAI_IMAGENET_TEMPLATES)
+    text = read_text(Path(wanted), "template file").replace("{c}", "{}")
+    lines = split_lines(text)
     for line in lines or [""]:
-        if "{c}" not in line and "{}" not in line:
+        if "{}" not in line:
             raise ValueError(
                 f"{wanted}: the template {line!r} has neither {{c}} nor {{}} in place of the class "
                 "name"
             )
     return tuple(lines)
-
-
-def _read_lines(text: str) -> list[str]:
-    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
@@ -248,7 +247,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         with explain_errors(str(path)):
             given = TypeAdapter(dict[str, str] | list[str]).validate_json(text)
     else:
-        given = _read_lines(text)
+        given = split_lines(text)
         if all("\t" in line for line in given):
             parts = [line.partition("\t") for line in given]
             given = {label.strip(): name.strip() for label, _, name in parts}

@@ -21,7 +21,7 @@ class LabeledSet(ImageSet):
     classes: dict[str, str]
     """Label -> class name. The names of all labels are possible answers."""
     templates: tuple[str, ...]
-    """Prompts with {c} or {} in place of the class name."""
+    """Prompts with {} in place of the class name."""
 
     def evaluate(self, encoder: Encoder) -> Result:
         """Compute the accuracy. Collective.
@@ -34,7 +34,7 @@ class LabeledSet(ImageSet):
         class_of = {label: number for number, label in enumerate(self.classes)}
         texts = encoder.encode_classes(names, self.templates)
         # For each image: its class, and the rank of its class, counted from 1, among all classes.
-        classes, ranks = list[Tensor](), list[Tensor]()
+        outcomes = list[Tensor]()
         examples = dict[int, Example]()
         every = math.ceil(self.source.num_samples / NUM_EXAMPLES)
         for features, samples in encoder.encode_images(self):
@@ -42,8 +42,7 @@ class LabeledSet(ImageSet):
             target = torch.tensor(numbers, dtype=torch.int64, device=features.device)
             scores = features @ texts.T
             own = scores.gather(1, target[:, None])
-            classes.append(target)
-            ranks.append((scores >= own).sum(dim=1))
+            outcomes.append(torch.stack([target, (scores >= own).sum(dim=1)], 1))
             best = scores.topk(min(3, len(names)), dim=1).indices.tolist()
             for (image, label, index), nearest in zip(samples, best, strict=True):
                 # Examples are chosen by sample id, so that they do not depend on the number of ranks.
@@ -51,11 +50,10 @@ class LabeledSet(ImageSet):
                     pixels = image.permute(1, 2, 0).numpy()
                     best_names = [names[number] for number in nearest]
                     examples[index] = Example(pixels, self.classes[label], best_names)
-        all_classes = gather_rows(torch.cat(classes)).cpu()
-        all_ranks = gather_rows(torch.cat(ranks)).cpu()
-        top1, top5 = (all_ranks <= 1).double(), (all_ranks <= 5).double()
+        classes, ranks = gather_rows(torch.cat(outcomes)).cpu().T
+        top1, top5 = (ranks <= 1).double(), (ranks <= 5).double()
         # Classes without a readable image have no recall; they remain possible predictions.
-        recalls = [top1[all_classes == number].mean() for number in all_classes.unique()]
+        recalls = [top1[classes == number].mean() for number in classes.unique()]
         values = {
             "top1": top1.mean().item(),
             "top5": top5.mean().item(),

@@ -51,7 +51,7 @@ def test_imagenet_folders_have_open_clips_names_and_templates(tmp_path: Path) ->
     )
     assert isinstance(some.source, ImageFolder)
     assert some.source.sizes == [3, 3, 0]
-    assert some.templates == tuple(fill("{c}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
+    assert some.templates == tuple(fill("{}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
     numbered = load(make_folder(tmp_path / "v2", [str(number) for number in range(1000)]))
     assert list(numbered.classes.values()) == list(open_clip.IMAGENET_CLASSNAMES)
     assert list(numbered.classes) == [str(number) for number in range(1000)], (
@@ -85,7 +85,7 @@ def test_shards_are_read_in_a_run_on_a_csv(tmp_path: Path) -> None:
 def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Path) -> None:
     found = load(write_benchmark(tmp_path / "labeled", None))
     assert found.classes == {"0": "red", "1": "green", "2": "blue", "3": "never seen"}
-    assert found.templates == ("a photo of a {c}.", "{}, drawn")
+    assert found.templates == ("a photo of a {}.", "{}, drawn")
     captioned = write_benchmark(tmp_path / "captioned", CAPTIONS)
     (found,) = load_sets(EvalSettings(retrieval={"c": str(captioned)}), DATA)
     assert (type(found), found.source.num_samples, found.text) == (RetrievalSet, 11, "{txt}")
@@ -155,7 +155,7 @@ def test_class_folder_that_ends_in_a_blank_is_a_class(tmp_path: Path) -> None:
 def test_template_file_needs_a_place_for_the_class(tmp_path: Path) -> None:
     path = tmp_path / "templates.txt"
     path.write_text("a {}.\n\n{c}, drawn {here}\n")
-    assert read_templates(str(path)) == ("a {}.", "{c}, drawn {here}")
+    assert read_templates(str(path)) == ("a {}.", "{}, drawn {here}")
     path.write_text("a {}.\nno place\n")
     with pytest.raises(ValueError, match="'no place' has neither"):
         read_templates(str(path))
