@@ -447,24 +447,19 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_groups(self) -> Config:
+    def _check_pairs(self) -> Config:
         same_group = self.loss.options.get("same_group", "negatives")
         if same_group != "negatives" and self.data.group_by is None:
             raise ValueError(
                 f"loss.options.same_group={same_group} needs data.group_by: set it to caption, image or a template "
                 "such as '{json[label]}'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_views(self) -> Config:
-        if not self.model.two_views:
-            return self
-        if not self.data.augment.is_random:
+        two_views = self.model.two_views
+        if two_views and not self.data.augment.is_random:
             raise ValueError(
                 "model.two_views needs random changes in data.augment: without them the two views are identical"
             )
-        if self.eval.labeled or self.eval.retrieval or self.eval.validation:
+        if two_views and (self.eval.labeled or self.eval.retrieval or self.eval.validation):
             raise ValueError(
                 "model.two_views does not train the text tower, which these evaluations need: use "
                 "eval.probes instead"
@@ -474,16 +469,14 @@ class Config(Settings):
     def find_end(self, step: int = 0, samples: int = 0) -> tuple[int, int]:
         """Return the number of steps and the number of samples after which the run ends.
 
+        The length must not be given in epochs. `with_samples` converts epochs to samples.
+
         Args:
             step: Number of steps that the run has completed.
             samples: Number of samples that the run has seen in these steps. It does not follow from `step`,
                 because earlier stages may have had another global batch.
-
-        Raises:
-            ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
         """
-        if self.epochs is not None:
-            raise ValueError("epochs can be converted to steps only after the samples are counted")
+        assert self.epochs is None, "the samples must be counted first"
         if self.steps is not None:
             return self.steps, samples + (self.steps - step) * self.global_batch
         configs = self.stage_configs
