@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from disco_ds.config import Config, check_config
 from disco_ds.config.recipe_yaml import dump
-from disco_ds.data import Source, count_epoch, load_sources
+from disco_ds.data import count_epoch, load_sources
 from disco_ds.models.fast.texts import is_small, packs
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import DEFAULTS, Assumptions
@@ -122,16 +122,17 @@ def plan_run(
     ranks = ranks or config.ranks or 1
     if search != "largest":
         config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
-    sources: list[Source] = []
+    epoch_samples = assumed.data_samples or 0
     # The manifest of remote shards is a local file. Without it, the bucket would have to be listed.
-    if all("://" not in str(part.shards) or part.manifest for part in config.data.per_source):
+    is_listed = all(
+        "://" not in str(part.shards) or part.manifest for part in config.data.per_source
+    )
+    if is_listed and not epoch_samples:
         with suppress(ValueError, OSError):  # this machine may not have the data
             sources = load_sources(config.data)
-    epoch_samples = assumed.data_samples or 0
-    if sources and not epoch_samples:
-        epoch_samples = count_epoch(config.data, sources)
-        num_samples = sum(source.num_samples for source in sources)
-        assumed = assumed.model_copy(update={"data_samples": num_samples})
+            epoch_samples = count_epoch(config.data, sources)
+            num_samples = sum(source.num_samples for source in sources)
+            assumed = assumed.model_copy(update={"data_samples": num_samples})
     if assumed.text_tokens is not None and not packs_texts(config):
         assumed = assumed.model_copy(update={"text_tokens": None})
     if search:

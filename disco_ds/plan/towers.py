@@ -287,10 +287,7 @@ def _trace(config: Config, m: int, like_gpu: bool, text_tokens: float | None) ->
             with memory:
                 yield
             measured[name] = memory.peak
-            if name == "replay":
-                measured["replay_flops"] = memory.flops
-            else:
-                measured["flops"] += memory.flops
+            measured["replay_flops" if name == "replay" else "flops"] += memory.flops
 
         width = run_passes(config, model, batch, watch)
     return Towers(
