@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ class Findings:
 
     num_read: int
     """Number of samples that were read and decoded."""
-    broken: list[str] = field(default_factory=list)
+    broken: list[str]
     """Names of the broken samples, with the reasons."""
-    num_dropped: int = 0
+    num_dropped: int
     """Number of samples that the settings exclude."""
-    damaged: dict[int, str] = field(default_factory=dict)
+    damaged: dict[int, str]
     """Damaged shard -> its name and what is lost."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample]
     """The samples that are neither broken nor dropped, with `caption` (empty if the source generates tokens instead of
     text) and `num_tokens` (without padding)."""
 
@@ -169,7 +169,7 @@ def read_samples(source: Source, data: DataSettings, spec: InputSpec, first: Sam
             size = count(shard)
             entries = generator.sample(range(size), min(size, math.ceil(_NUM_READ / num)))
             positions += [(shard, entry) for entry in sorted(entries)]
-        findings = Findings(num_read=len(positions))
+        findings = Findings(len(positions), [], 0, {}, [])
         for shard, entry in positions:
             key = first._replace(sample_id=first_ids[shard] + entry)
             try:
