@@ -9,13 +9,14 @@ import pytest
 import yaml
 
 from disco_ds.cli.commands import describe_run
-from disco_ds.config import PACKAGE, check_config, find_recipe, load_config, render_ds_config
+from disco_ds.config import PACKAGE, check_config, load_config, render_ds_config
 from disco_ds.config.ds_config import (
     merge,
     precision,
     read_ds_config,
     zero_stage,
 )
+from disco_ds.config.load import find_recipe
 from helpers.minimal import MINIMAL
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from disco_ds.config import (
-    BASE_BATCH,
     PACKAGE,
     check_config,
     load_config,
     make_schedule,
     render_ds_config,
 )
+from disco_ds.config.recipe import BASE_BATCH
 from helpers.minimal import settings
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from disco_ds.config import AugmentSettings
+from disco_ds.config.data import AugmentSettings
 from disco_ds.data import augment
 from disco_ds.data.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform, random_key
 from disco_ds.data.images import ORDERS

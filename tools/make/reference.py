@@ -17,10 +17,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disco_ds.config import Config, EmaSettings, SourceSettings, StageSettings
+from disco_ds.config import Config, EmaSettings
+from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.load import read_words
-from disco_ds.config.recipe import TeacherSettings
+from disco_ds.config.recipe import StageSettings, TeacherSettings
 from disco_ds.config.settings import MAX_COUNT
 
 ITEMS: dict[str, type[BaseModel]] = {"data.sources": SourceSettings, "stages": StageSettings}
