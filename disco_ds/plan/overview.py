@@ -198,50 +198,44 @@ def fit(
     stages = (1, 2, 3) if is_free and batch == "same" else (given,)
     stagings = [config.image_staging] if host_gib is None else ["device", "host"]
 
-    plan = partial(Plan, ranks=ranks, gpu=gpu, assumed=assumed)
-
-    def change(K: int, m: int, checkpointing: bool, pixels: str, level: int) -> Config:
-        """Return the recipe with K micro-batches of m samples, image_staging `pixels` and ZeRO stage `level`."""
-        zero = config.deepspeed.get("zero_optimization", {}) | {"stage": level}
+    def plan_batch(base: Config, towers: Towers, m: int, pixels: str, level: int, K: int) -> Plan:
+        """Plan K micro-batches of m samples, with image_staging `pixels` and ZeRO stage `level`."""
+        zero = base.deepspeed.get("zero_optimization", {}) | {"stage": level}
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
             "image_staging": pixels,
-            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
-            "deepspeed": config.deepspeed | {"zero_optimization": zero},
+            "deepspeed": base.deepspeed | {"zero_optimization": zero},
         }
-        return config.model_copy(update=update)
+        return Plan(base.model_copy(update=update), ranks, gpu, assumed, towers)
 
     def fits(made: Plan) -> bool:
         return made.fits and (host_gib is None or made.host_bytes <= host_gib * GIB)
 
     candidates: list[Plan] = []
-    fitting: set[tuple[int, bool, str]] = set()
     for checkpointing in (False, True):
-        few, many = (
-            trace(change(1, m, checkpointing, "device", given), m, text_tokens=assumed.text_tokens)
-            for m in (sizes[0], sizes[-1])
-        )
+        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
+        base = config.model_copy(update={"model": model})
+        few, many = (trace(base, m, text_tokens=assumed.text_tokens) for m in (sizes[0], sizes[-1]))
+        fitting = set[tuple[int, str]]()
         for m, pixels, level in product(sizes, stagings, stages):
-            variant = m, checkpointing, pixels, level
             # A higher stage only saves memory: its additional collectives have latencies, which are not planned.
-            if level != given and variant[:-1] in fitting:
+            if level != given and (m, pixels) in fitting:
                 continue
             towers = few.interpolate(many, (m - sizes[0]) / max(sizes[-1] - sizes[0], 1))
+            plan = partial(plan_batch, base, towers, m, pixels, level)
             counts = [b // m] if batch == "same" else range(1, most // (ranks * m) + 1)
             # The index of the first K that does not fit is also the number of K that fit.
-            num = bisect_left(
-                counts, True, key=lambda K: not fits(plan(change(K, *variant), towers=towers))
-            )
+            num = bisect_left(counts, True, key=lambda K: not fits(plan(K)))
             if num:
-                fitting.add(variant[:-1])
-                candidates.append(plan(change(counts[num - 1], *variant), towers=towers))
+                fitting.add((m, pixels))
+                candidates.append(plan(counts[num - 1]))
     if not candidates:
         # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
         K = b // sizes[0] if batch == "same" else 1
-        least = change(K, sizes[0], True, stagings[-1], stages[-1])
-        needed = plan(least, towers=few).memory.total / GIB
+        least = plan_batch(base, few, sizes[0], stagings[-1], stages[-1], K)
+        needed = least.memory.total / GIB
         raise ValueError(
             f"nothing fits in {gpu.gib:g} GiB: micro-batches of {sizes[0]}, with activation checkpointing, need "
             f"{needed:.2f} GiB; use a smaller zero_optimization.reduce_bucket_size or more GPUs"
