@@ -8,9 +8,8 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from deepspeed.accelerator import get_accelerator
@@ -20,8 +19,7 @@ from torch.profiler import record_function
 from disco_ds.distributed import comm
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """How one logged number is reduced over ranks and displayed."""
 
     name: str
