@@ -73,13 +73,12 @@ def shrink(config: Config, ranks: int) -> Config:
         ValueError: If the recipe's global batch or number of ranks does not fit `ranks`.
     """
     kept = {"lock_image", "lock_text", "two_views", "activation_checkpointing", "towers"}
-    changes = {
-        "model": ModelSettings(name="two_layers", **config.model.model_dump(include=kept)),
-        "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),
-        "micro_batch": _ROWS,
-        "global_batch": ranks * _ROWS * min(config.num_micro_batches(ranks), 4),
-    }
-    return config.model_copy(update=changes)
+    return config.replace(
+        model=ModelSettings(name="two_layers", **config.model.model_dump(include=kept)),
+        optim=OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),
+        micro_batch=_ROWS,
+        global_batch=ranks * _ROWS * min(config.num_micro_batches(ranks), 4),
+    )
 
 
 def run_alone(small: Config) -> tuple[Result, float]:

@@ -51,7 +51,7 @@ def check_ds_config(config: Config) -> None:
         AssertionError: If DeepSpeed refuses a combination of settings.
     """
     # Render it for one rank, because DeepSpeed checks the batch against the current number of ranks.
-    alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
+    alone = config.replace(ranks=None, global_batch=config.micro_batch)
     DeepSpeedConfig(render_ds_config(alone, 1))
 
 

@@ -109,7 +109,7 @@ def check_samples(config: Config, picture: Path | None = None) -> Iterator[Line]
 
 def check_rows(table: Table, data: DataSettings) -> Line:
     """Check the rows of a csv file: whether the image exists and is not empty, and whether there is a caption."""
-    selection = Selection(data.model_copy(update={"transforms": None}))
+    selection = Selection(data.replace(transforms=None))
     rows = range(0, table.num_samples, math.ceil(table.num_samples / _NUM_ROWS))
     broken = []
     with closing(table.open()) as reader:

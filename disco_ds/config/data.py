@@ -324,7 +324,7 @@ class DataSettings(SampleSettings):
             {key: value for key, value in source if key != "weight" and value is not None}
             for source in self.sources
         ]
-        return [self.model_copy(update={"sources": None, **changes}) for changes in given]
+        return [self.replace(sources=None, **changes) for changes in given]
 
     @property
     def retry_s(self) -> float:

@@ -441,9 +441,9 @@ class Config(Settings):
     def _derive_timeouts(self) -> Config:
         # These timeouts are shorter than timeout_s, so that the error that names a stuck worker or shard is raised
         # before the other ranks time out.
-        remote = self.data.remote.model_copy(update={"timeout_s": self.timeout_s / 10})
-        update = {"worker_timeout_s": self.timeout_s / 2, "remote": remote}
-        self.__dict__["data"] = self.data.model_copy(update=update)
+        remote = self.data.remote.replace(timeout_s=self.timeout_s / 10)
+        data = self.data.replace(worker_timeout_s=self.timeout_s / 2, remote=remote)
+        self.__dict__["data"] = data
         return self
 
     @model_validator(mode="after")
@@ -503,13 +503,13 @@ class Config(Settings):
         def given(*names: str) -> Tree:
             return stage.model_dump(include=set(names), exclude_none=True)
 
-        changed = {
-            "stages": (),
-            "samples": stage.until,
-            "model": self.model.model_copy(update=given("image_size", "patch_dropout")),
-            "data": self.data.model_copy(update=given("crop_scale")),
-        }
-        return self.model_copy(update=changed | given("global_batch", "micro_batch"))
+        return self.replace(
+            stages=(),
+            samples=stage.until,
+            model=self.model.replace(**given("image_size", "patch_dropout")),
+            data=self.data.replace(**given("crop_scale")),
+            **given("global_batch", "micro_batch"),
+        )
 
     @property
     def stage_configs(self) -> list[Config]:
@@ -533,7 +533,7 @@ class Config(Settings):
                 f"global_batch={self.global_batch} is larger than the whole run: epochs={self.epochs:g}, and the data "
                 f"has {num_samples:,} samples; lower global_batch, or raise epochs"
             )
-        return self.model_copy(update={"samples": samples, "epochs": None})
+        return self.replace(samples=samples, epochs=None)
 
     @property
     def peak_lr(self) -> float:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -36,6 +36,10 @@ class Settings(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    def replace(self, **values: Any) -> Self:
+        """Return a copy with other values, which are not validated."""
+        return self.model_copy(update=values)
 
     @field_validator("*", mode="before")
     @classmethod

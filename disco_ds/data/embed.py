@@ -132,7 +132,7 @@ class Embedder:
         settings, manifest = self.settings, load_manifest(folder)
         starts = list(accumulate(manifest.sizes, initial=0))
         # The filter chose what was scored. It may name a similarity that has been replaced since.
-        selection = Selection(settings.model_copy(update={"uids": None, "filter": {}}))
+        selection = Selection(settings.replace(uids=None, filter={}))
         with closing(manifest.open()) as reader:
             for index in ids:
                 shard = bisect_right(starts, index) - 1

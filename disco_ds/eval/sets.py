@@ -64,8 +64,7 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
             label has no class name.
     """
     # Evaluations have no groups, and data.image_key may name a column of a training csv.
-    changes = {"group_by": None, "image_key": f"{data.image_key};{_IMAGES}"}
-    data = data.model_copy(update=changes)
+    data = data.replace(group_by=None, image_key=f"{data.image_key};{_IMAGES}")
     sets: list[ImageSet] = []
     for setting in ("labeled", "retrieval", "validation", "probes"):
         for name, given in getattr(settings, setting).items():
@@ -173,7 +172,7 @@ def _open(
     if is_table(path):
         if is_captioned and text == _SHARDS_CAPTION:
             text = _CSV_CAPTION
-        data = data.model_copy(update={"captions": {text: 1.0}})
+        data = data.replace(captions={text: 1.0})
         source = CaptionedImages(Table(path, data), text, joins=is_captioned)
         texts = source.texts
         images = ImageSet(name, source, data, "{texts}")

@@ -201,22 +201,22 @@ def fit(
     def plan_batch(base: Config, towers: Towers, m: int, pixels: str, level: int, K: int) -> Plan:
         """Plan K micro-batches of m samples, with image_staging `pixels` and ZeRO stage `level`."""
         zero = base.deepspeed.get("zero_optimization", {}) | {"stage": level}
-        update = {
-            "global_batch": ranks * K * m,
-            "micro_batch": m,
-            "image_staging": pixels,
-            "ranks": ranks,
-            "deepspeed": base.deepspeed | {"zero_optimization": zero},
-        }
-        return Plan(base.model_copy(update=update), ranks, gpu, assumed, towers)
+        planned = base.replace(
+            global_batch=ranks * K * m,
+            micro_batch=m,
+            image_staging=pixels,
+            ranks=ranks,
+            deepspeed=base.deepspeed | {"zero_optimization": zero},
+        )
+        return Plan(planned, ranks, gpu, assumed, towers)
 
     def fits(made: Plan) -> bool:
         return made.fits and (host_gib is None or made.host_bytes <= host_gib * GIB)
 
     candidates: list[Plan] = []
     for checkpointing in (False, True):
-        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
-        base = config.model_copy(update={"model": model})
+        model = config.model.replace(activation_checkpointing=checkpointing)
+        base = config.replace(model=model)
         few, many = (trace(base, m, text_tokens=assumed.text_tokens) for m in (sizes[0], sizes[-1]))
         fitting = set[tuple[int, str]]()
         for m, pixels, level in product(sizes, stagings, stages):

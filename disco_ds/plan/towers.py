@@ -175,9 +175,7 @@ def prepare_model(config: Config) -> nn.Module:
     """
     loss = build_loss(config.loss.name, **config.loss_options)
     # Pretrained weights make no difference here, and a compiled model cannot be traced.
-    settings = config.model.model_copy(
-        update={"pretrained": None, "pretrained_image": None, "compile": False}
-    )
+    settings = config.model.replace(pretrained=None, pretrained_image=None, compile=False)
     before = torch.get_default_dtype()
     # Fake parameters cannot be cast in place, so they are created in the right dtype.
     torch.set_default_dtype(PARAMETER_DTYPES[config.precision])
@@ -250,7 +248,7 @@ def trace(
         # A sample contains an image and a text embedding, in fp32.
         return replace(student, teacher_width=width, sample=student.sample + 2 * 4 * width)
     # The teacher runs once per micro-batch, before the student's forward, and without a graph.
-    alone = config.model_copy(update={"model": config.teacher.settings, "teacher": None})
+    alone = config.replace(model=config.teacher.settings, teacher=None)
     teacher = _trace(alone, m, like_gpu, long)
     return replace(
         student,

@@ -421,7 +421,7 @@ def build_teacher(config: Config, loss: Loss, sources: list[Source]) -> RunTeach
         return StoredTeacher(settings, stored, comm.local_device())
     # A loss that needs a bias initializes it to -log(global_batch - 1), which is 0 for a global batch of 2. The bias
     # keeps this value only if the teacher's weights contain none.
-    own = config.model_copy(update={"model": settings.settings, "global_batch": 2})
+    own = config.replace(model=settings.settings, global_batch=2)
     model, tokenizer, description = build_towers(own, loss, restored=False)
     identity = settings.model_dump(mode="json", include={"model", "weight"})
     identity |= {"weights": hash_weights(model)}

@@ -135,7 +135,7 @@ class ShardCache:
         """
         partial = path.with_suffix(".partial")
         # One attempt is enough for prefetching, because the reader tries again.
-        settings = self.settings.model_copy(update={"tries": 1}) if ahead else self.settings
+        settings = self.settings.replace(tries=1) if ahead else self.settings
         # The process that locks the .partial file fetches the shard. The others wait until the file is renamed or
         # removed.
         with _open_or_create(partial) as file:
