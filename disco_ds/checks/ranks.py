@@ -17,8 +17,7 @@ from disco_ds.checks.report import Line, examine
 from disco_ds.config import Config, ModelSettings, OptimSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.eval.model import in_precision
-from disco_ds.losses import Embeddings, build_loss
-from disco_ds.losses.base import Loss
+from disco_ds.losses import Embeddings, Loss, build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.training.custom_loop import contrastive_step
 from disco_ds.training.engine import build_engine, set_lr

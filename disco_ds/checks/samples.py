@@ -16,11 +16,10 @@ from torch import Tensor
 
 from disco_ds.checks.report import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule
-from disco_ds.data import BrokenSample, InputSpec, Source, augment, count_epoch, load_sources
+from disco_ds.data import BrokenSample, InputSpec, Source, Table, augment, count_epoch, load_sources
 from disco_ds.data.captions import pick_caption
 from disco_ds.data.errors import DroppedSample, LostSample, breaks_sample, name_broken
 from disco_ds.data.samples import Sample, SampleKey, prepare
-from disco_ds.data.sources.files import Table
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.stored import find_stored
 from disco_ds.eval.model import read_input_spec

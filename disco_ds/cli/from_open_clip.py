@@ -15,10 +15,10 @@ from pathlib import Path
 from open_clip_train.params import parse_args
 
 from disco_ds.cli.options import FromOpenClip
+from disco_ds.config import Tree, check_config
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.load import check_config, read_words
+from disco_ds.config.load import read_words
 from disco_ds.config.recipe_yaml import assign, dump
-from disco_ds.config.settings import Tree
 
 MAIN = re.compile(r"(.*[./])?(open_clip_train|training)[./]main(\.py)?")
 """Matches the word of a command line that names open_clip's training program. The words after it are the flags."""

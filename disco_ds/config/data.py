@@ -1,11 +1,9 @@
 """The `data` section of a recipe: where samples come from, and how they are read and augmented."""
 
-from __future__ import annotations
-
 import re
 import string
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -283,7 +281,7 @@ class DataSettings(SampleSettings):
     augment: AugmentSettings = AugmentSettings()
 
     @model_validator(mode="after")
-    def _check_sources(self) -> DataSettings:
+    def _check_sources(self) -> Self:
         for number, part in enumerate(self.per_source):
             where = "data" if part is self else f"data.sources.{number}"
             if part.source == "shards" and not part.shards:
@@ -313,7 +311,7 @@ class DataSettings(SampleSettings):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
-    def per_source(self) -> list[DataSettings]:
+    def per_source(self) -> list[Self]:
         """The settings of each source. What it sets, such as its captions, replaces that of `data`.
 
         If data.sources is not set, these settings are those of the only source.

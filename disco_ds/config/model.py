@@ -1,9 +1,7 @@
 """The `model` and `optim` sections of a recipe: the model, its initial weights, and how it is optimized."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -104,7 +102,7 @@ class ModelSettings(Settings):
         return self.factory or self.name
 
     @model_validator(mode="after")
-    def _check_factory(self) -> ModelSettings:
+    def _check_factory(self) -> Self:
         if self.options and self.factory is None:
             raise ValueError(
                 "remove model.options: it applies only to model.factory, which is not set"
@@ -115,7 +113,7 @@ class ModelSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_locks(self) -> ModelSettings:
+    def _check_locks(self) -> Self:
         locked = self.lock_image or self.lock_text
         if self.two_views and locked:
             raise ValueError(
@@ -226,7 +224,7 @@ class OptimSettings(Settings):
     text: TowerOptimSettings = TowerOptimSettings()
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> OptimSettings:
+    def _check_schedule(self) -> Self:
         if self.tau_slow and self.tau_lr is None:
             raise ValueError(
                 f"optim.tau_slow={self.tau_slow:g} has no effect without optim.tau_lr: set both or "

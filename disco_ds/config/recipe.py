@@ -8,12 +8,10 @@ ds_config.py).
 Import-light: neither torch nor DeepSpeed is imported, so any module may import this file.
 """
 
-from __future__ import annotations
-
 import shlex
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
@@ -84,7 +82,7 @@ class TeacherSettings(Settings):
     1 - weight."""
 
     @model_validator(mode="after")
-    def _check_kind(self) -> TeacherSettings:
+    def _check_kind(self) -> Self:
         # Not model_fields_set: a run folder's config.yaml sets all fields, also those with defaults.
         given = self.model_dump(exclude_defaults=True).keys() - {"weight"}
         if self.model and self.pretrained and given <= {"model", "pretrained"}:
@@ -245,7 +243,7 @@ class EvalSettings(Settings):
         return sets
 
     @model_validator(mode="after")
-    def _check_names(self) -> EvalSettings:
+    def _check_names(self) -> Self:
         if unknown := (self.classes.keys() | self.templates) - self.labeled.keys():
             raise ValueError(
                 f"eval.classes and eval.templates: eval.labeled has no set named {', '.join(sorted(unknown))}"
@@ -356,7 +354,7 @@ class Config(Settings):
         return self.loss.options | weight
 
     @model_validator(mode="after")
-    def _check_teacher(self) -> Config:
+    def _check_teacher(self) -> Self:
         if "teacher_weight" in self.loss.options:
             raise ValueError(
                 "remove loss.options.teacher_weight: teacher.weight sets it, and teacher.model names the teacher"
@@ -383,7 +381,7 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_length(self) -> Config:
+    def _check_length(self) -> Self:
         lengths = {"steps": self.steps, "samples": self.samples, "epochs": self.epochs}
         given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
         if self.stages:
@@ -438,7 +436,7 @@ class Config(Settings):
             before = stage.until
 
     @model_validator(mode="after")
-    def _derive_timeouts(self) -> Config:
+    def _derive_timeouts(self) -> Self:
         # These timeouts are shorter than timeout_s, so that the error that names a stuck worker or shard is raised
         # before the other ranks time out.
         remote = self.data.remote.replace(timeout_s=self.timeout_s / 10)
@@ -447,7 +445,7 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> Config:
+    def _check_pairs(self) -> Self:
         same_group = self.loss.options.get("same_group", "negatives")
         if same_group != "negatives" and self.data.group_by is None:
             raise ValueError(
@@ -487,7 +485,7 @@ class Config(Settings):
             samples += num_steps * stage.global_batch
         return step, samples
 
-    def at_sample(self, number: int) -> Config:
+    def at_sample(self, number: int) -> Self:
         """Return the settings of the stage that contains sample `number`, as settings of a run without stages.
 
         The length in the returned settings is the end of the stage. If this run has no stages, its settings are
@@ -512,11 +510,11 @@ class Config(Settings):
         )
 
     @property
-    def stage_configs(self) -> list[Config]:
+    def stage_configs(self) -> list[Self]:
         """The settings of each stage. If the run has no stages, the list contains only the settings of the run."""
         return [self.at_sample(stage.until - 1) for stage in self.stages] or [self]
 
-    def with_samples(self, num_samples: int) -> Config:
+    def with_samples(self, num_samples: int) -> Self:
         """Return the settings. If they give the length of the run in epochs, convert it to samples.
 
         Args:

@@ -10,8 +10,7 @@ import math
 
 import torch
 
-from disco_ds.losses import build_loss
-from disco_ds.losses.base import Loss, LossCost
+from disco_ds.losses import Loss, LossCost, build_loss
 from disco_ds.losses.blocks import Ring, TiledLoss, chunk_rows
 from disco_ds.losses.fastclip import FastCLIPLoss
 from disco_ds.losses.infonce import DisCoFusedLoss, DisCoLoss, FullMatrixLoss, InfCLLoss, NTXentLoss
