@@ -29,10 +29,9 @@ def check_host(runs: Path) -> Iterator[Line]:
     if not access(folder, W_OK):
         found = f"{folder} cannot be written to"
         yield Line("fail", "runs folder", found, "set runs=FOLDER to a writable folder")
-    elif free < _DISK_BYTES:
-        yield Line("warn", "runs folder", found, "free some disk space")
     else:
-        yield Line("ok", "runs folder", found)
+        is_short = free < _DISK_BYTES
+        yield Line("warn" if is_short else "ok", "runs folder", found, "free some disk space")
     devices = torch.accelerator.device_count()
     if devices:
         yield Line("ok", "GPUs", f"{devices} on this host")

@@ -318,11 +318,10 @@ class DataSettings(SampleSettings):
         """
         if self.source != "shards" or not self.sources:
             return [self]
-        given = [
-            {key: value for key, value in source if key != "weight" and value is not None}
+        return [
+            self.replace(sources=None, **source.model_dump(exclude={"weight"}, exclude_none=True))
             for source in self.sources
         ]
-        return [self.replace(sources=None, **changes) for changes in given]
 
     @property
     def retry_s(self) -> float:

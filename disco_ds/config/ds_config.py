@@ -210,17 +210,9 @@ def check_precision(ds_config: Tree) -> None:
             f"ds_config: torch_autocast.dtype={dtype} is refused: DeepSpeed skips every step under "
             "float16 autocast at ZeRO 1 to 3; use bfloat16, or fp16.enabled with its loss scaling"
         )
-    if kind == "bf16" and level == 0:
-        raise ValueError(
-            "ds_config: bf16.enabled at ZeRO 0 is refused: DeepSpeed runs a hidden optimizer step at "
-            "the start, which applies weight decay and advances Adam by one step; use torch_autocast "
-            "at ZeRO 0, or bf16 at ZeRO 1 to 3"
-        )
-    if kind == "fp16" and level == 0:
-        raise ValueError(
-            "ds_config: fp16.enabled at ZeRO 0 is refused: DeepSpeed divides the gradient by the "
-            "loss scale without multiplying by it first; use fp16 at ZeRO 1 to 3"
-        )
+    if level == 0 and kind in _KEYS["refused_at_zero_0"]:
+        reason = _KEYS["refused_at_zero_0"][kind]
+        raise ValueError(f"ds_config: {kind}.enabled at ZeRO 0 is refused: {reason}")
     if kind == "bf16" and not ds_config["bf16"].get("check_grad_overflow", True):
         raise ValueError(
             "ds_config: bf16.check_grad_overflow=false is refused: a NaN on one rank would spread to "

@@ -107,8 +107,9 @@ class ModelSettings(Settings):
             raise ValueError(
                 "remove model.options: it applies only to model.factory, which is not set"
             )
-        for name in OPEN_CLIP_ONLY if self.factory else ():
-            if getattr(self, name) != ModelSettings.model_fields[name].default:
+        given = self.model_dump(exclude_defaults=True)
+        for name in OPEN_CLIP_ONLY:
+            if self.factory and name in given:
                 raise ValueError(f"remove model.{name}: model.factory builds the model itself")
         return self
 

@@ -382,8 +382,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        lengths = {"steps": self.steps, "samples": self.samples, "epochs": self.epochs}
-        given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
+        lengths = self.model_dump(include={"steps", "samples", "epochs"}, exclude_none=True)
+        given = [f"{name}={value}" for name, value in lengths.items()]
         if self.stages:
             given.append("stages")
         if len(given) != 1:

@@ -74,7 +74,7 @@ def explain_value(key: str, item: Any) -> str:
         key: Dotted name of the setting.
         item: One item of the list that errors() of pydantic's ValidationError returns.
     """
-    if item["type"] in ("value_error", "assertion_error"):
+    if item["type"] == "value_error":
         text = str(item["ctx"]["error"])  # a message about several settings names them itself
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
     expected = re.sub(

@@ -108,10 +108,8 @@ def _load(
 ) -> ImageSet:
     """Open the set that eval.SETTING.NAME gives, and read its labels."""
     if setting == "probes":
-        try:
-            import sklearn  # noqa: F401 - probes.py needs it
-        except ImportError as error:
-            raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
+        with explain_errors("probes need scikit-learn", "pip install 'disco_ds[probes]'"):
+            import sklearn  # noqa: F401 - probes.py imports it later
         train, _ = _open(name, given.train, data, settings.label_key)
         test, _ = _open(name, given.test, data, settings.label_key)
         return ProbeSet(**vars(test), train=train)
