@@ -22,8 +22,6 @@ from disco_ds.config.recipe_yaml import assign, dump
 
 MAIN = re.compile(r"(.*[./])?(open_clip_train|training)[./]main(\.py)?")
 """Matches the word of a command line that names open_clip's training program. The words after it are the flags."""
-OTHER_DEFAULTS = ("lr", "eps", "precision", "workers", "log_every_n_steps", "warmup")
-"""Flags in the table whose default may differ from ours. They are translated even if they are not given."""
 TABLES = (".csv", ".tsv")
 
 
@@ -90,7 +88,7 @@ def translate(flags: Tree, ranks: int) -> str:
     table, defaults, comments = read_words()["flags"], parse_flags(()), ""
     for key, value in flags.items():
         row = table.get(flag := key.replace("_", "-"), {"note": "not available"})
-        is_default = value == defaults.get(key) and key not in OTHER_DEFAULTS
+        is_default = value == defaults.get(key) and not row.get("always")
         if is_default or value is None:
             continue
         if value in row.get("values", ()):
