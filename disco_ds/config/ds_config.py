@@ -114,11 +114,7 @@ def check_ds_config(ds_config: Tree) -> None:
 
 def _find_problems(ds_config: Tree) -> Iterator[str]:
     """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
-    sections = {
-        "": TOP_LEVEL,
-        "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
-        "timers": {"throughput"},
-    }
+    sections = {"": TOP_LEVEL, **_KEYS["sections"]}
     for section, model in _section_models().items():
         fields = model.model_fields
         sections[section] = fields.keys() | {

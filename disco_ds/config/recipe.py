@@ -467,14 +467,16 @@ class Config(Settings):
     def find_end(self, step: int = 0, samples: int = 0) -> tuple[int, int]:
         """Return the number of steps and the number of samples after which the run ends.
 
-        The length must not be given in epochs. `with_samples` converts epochs to samples.
-
         Args:
             step: Number of steps that the run has completed.
             samples: Number of samples that the run has seen in these steps. It does not follow from `step`,
                 because earlier stages may have had another global batch.
+
+        Raises:
+            ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
         """
-        assert self.epochs is None, "the samples must be counted first"
+        if self.epochs is not None:
+            raise ValueError("epochs can be converted to steps only after the samples are counted")
         if self.steps is not None:
             return self.steps, samples + (self.steps - step) * self.global_batch
         configs = self.stage_configs
