@@ -136,7 +136,7 @@ def _plan_engine(
     K = config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)  # trained elements whose optimizer states this rank keeps
-    all_share = -(-(P + F) // N)
+    stored = -(-(P + F) // N) * e  # bytes of this rank's part of the parameters, at ZeRO 3
     largest = towers.largest * e
     bucket = e * int(zero.reduce_bucket_size)
     if level == 2 and zero.overlap_comm:  # see deepspeed_quirks.widen_bucket
@@ -185,9 +185,9 @@ def _plan_engine(
 
     host = {}
     if _is_offloaded(zero.offload_param):
-        host["parameters"] = all_share * e
+        host["parameters"] = stored
     elif level == 3:
-        parameters += all_share * e
+        parameters += stored
     if _is_offloaded(zero.offload_optimizer):
         host["optimizer"] = states + share * (4 + e)
         states = update_buffers = 0

@@ -74,10 +74,15 @@ def plan_speed(
     if not (gpu.half and gpu.link):
         return None
     K = config.num_micro_batches(ranks)
-    b = config.global_batch // ranks
     # Any number of samples: the state that a loss keeps for them takes no time.
     cost = loss_cost(
-        config.loss.name, config.loss_options, b, ranks, towers.width, 1, towers.teacher_width
+        config.loss.name,
+        config.loss_options,
+        config.global_batch // ranks,
+        ranks,
+        towers.width,
+        1,
+        towers.teacher_width,
     )
     # Tensor cores multiply TF32 at half the rate of 16 bits.
     rates = {"fp32": gpu.fp32, "tf32": gpu.half / 2}

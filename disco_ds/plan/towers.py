@@ -102,8 +102,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.current = self.peak = self.flops = 0
-        self._known = WeakIdKeyDictionary()
-        self._known.update({tensor.untyped_storage(): True for tensor in known})
+        self._known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
