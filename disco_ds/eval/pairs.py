@@ -36,8 +36,11 @@ class RetrievalSet(ImageSet):
         i2t = find_ranks(image[local], image_hash[local], text, text_hash, matches)
         t2i = find_ranks(text[local], text_hash[local], image, image_hash, matches.flip(1))
         values = summarize("i2t", gather_rows(i2t)) | summarize("t2i", gather_rows(t2i))
-        num_broken = self.source.num_samples - len(image)
-        counts = {"num_images": len(image), "num_texts": len(text), "num_broken": num_broken}
+        counts = {
+            "num_images": len(image),
+            "num_texts": len(text),
+            "num_broken": self.source.num_samples - len(image),
+        }
         return Result("retrieval", self.name, values, counts)
 
 
@@ -110,8 +113,10 @@ class HeldOutSet(ImageSet):
             sums += score_batch(image[start : start + batch], text[start : start + batch], scale)
         means = (comm.all_reduce_sum(sums) / len(starts)).tolist()
         names = [f"{metric}_at_{batch}" for metric in ("loss", "i2t", "t2i")]
-        num_broken = self.source.num_samples - len(image)
-        counts = {"num_pairs": batch * len(starts), "num_broken": num_broken}
+        counts = {
+            "num_pairs": batch * len(starts),
+            "num_broken": self.source.num_samples - len(image),
+        }
         return Result("validation", self.name, dict(zip(names, means, strict=True)), counts)
 
 

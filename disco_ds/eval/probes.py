@@ -99,8 +99,11 @@ def train_linear(features: NDArray[np.float32], labels: NDArray[np.str_]) -> Any
         raise ValueError(
             "the training images must have at least two labels with several images each"
         )
-    tolerance = _TOLERANCE / len(set(labels))
-    options = {"max_iter": _ITERATIONS, "tol": tolerance, "random_state": 0}
+    options = {
+        "max_iter": _ITERATIONS,
+        "tol": _TOLERANCE / len(set(labels)),
+        "random_state": 0,
+    }
     linear = LogisticRegression(warm_start=True, **options)
     with warnings.catch_warnings():
         # Reaching the maximum number of iterations is not a problem.

@@ -130,8 +130,7 @@ class Phases:
     @contextmanager
     def _measure(self, name: str) -> Iterator[None]:
         self.update_peak()
-        if not _on_cpu():
-            get_accelerator().reset_peak_memory_stats()
+        get_accelerator().reset_peak_memory_stats()
         start = _now()
         with record_function(name):
             yield
