@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import PositiveCount, Settings, Tree
+from disco_ds.config.settings import (
+    Fraction,
+    PositiveCount,
+    PositiveFraction,
+    ProperFraction,
+    Settings,
+    Tree,
+)
 from disco_ds.names import CUSTOM_CODE
 
 DEFAULT_CACHE_GB = 200.0
@@ -36,15 +43,15 @@ class AugmentSettings(Settings):
     rotate_degrees: float = Field(0.0, ge=0, le=180)
     """Maximum rotation in degrees. The angle is uniform between -rotate_degrees and
     +rotate_degrees."""
-    zoom: float = Field(0.0, ge=0, lt=1)
+    zoom: ProperFraction = 0.0
     """Maximum relative change of the image's size. The zoom factor is uniform between 1 - zoom and
     1 + zoom."""
-    shift: float = Field(0.0, ge=0, lt=1)
+    shift: ProperFraction = 0.0
     """Maximum translation along each axis, as a fraction of the image's side length."""
-    color_scale: float = Field(0.0, ge=0, lt=1)
+    color_scale: ProperFraction = 0.0
     """Maximum relative change of contrast. Each channel has its own factor, uniform between
     1 - color_scale and 1 + color_scale."""
-    color_offset: float = Field(0.0, ge=0, lt=1)
+    color_offset: ProperFraction = 0.0
     """Maximum change of brightness, for pixels in [0, 1]. Each channel has its own offset, uniform
     between -color_offset and +color_offset."""
     color_jitter: tuple[
@@ -55,9 +62,9 @@ class AugmentSettings(Settings):
     contrast and saturation are each multiplied by a random factor, uniform between
     max(0, 1 - strength) and 1 + strength. The hue is rotated by at most the given fraction of the
     color circle."""
-    color_jitter_prob: float = Field(1.0, ge=0, le=1)
+    color_jitter_prob: Fraction = 1.0
     """Fraction of images to which color_jitter is applied."""
-    gray_scale_prob: float = Field(0.0, ge=0, le=1)
+    gray_scale_prob: Fraction = 0.0
     """Fraction of images that are converted to gray scale."""
 
     @property
@@ -156,8 +163,7 @@ Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 GroupBy = Annotated[str, AfterValidator(_check_group_by)]
 Filter = Annotated[dict[str, Tree], AfterValidator(_check_filter)]
 FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-CropScale = Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)]
+CropScale = Annotated[tuple[PositiveFraction, PositiveFraction], AfterValidator(_check_order)]
 SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$")]
 
 
@@ -168,7 +174,7 @@ class SampleSettings(Settings):
     """Kind of source. `shards`: webdataset's .tar shards, or a csv, named by data.shards or
     data.sources. `synthetic`: random pixels and tokens, for trying out a model or a cluster without data.
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
-    options: dict[str, Any] = Field({})
+    options: dict[str, Any] = {}
     """Keyword arguments for a custom source."""
     shards: str | None = None
     """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
@@ -237,7 +243,7 @@ class DataSettings(SampleSettings):
     `image`: the bytes of the image file. A template such as "{json[label]}": the text that it
     produces; a sample without the field counts as broken. loss.options.same_group decides how the
     loss treats samples of the same group. Null: there are no groups."""
-    filter: Filter = Field({})
+    filter: Filter = {}
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
     next sample of the slot (see data.slots) takes its place. Dropped samples count in `dropped_samples`, not as broken.
@@ -263,7 +269,7 @@ class DataSettings(SampleSettings):
     worker_timeout_s: float = Field(300.0, exclude=True)
     """The run stops if a data worker makes no progress for this many seconds. Config derives this value from
     the top-level timeout_s."""
-    max_broken: float = Field(0.01, ge=0, le=1)
+    max_broken: Fraction = 0.01
     """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
     samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
     fraction of the samples that it has read. If a shard is damaged, the samples after the damage are lost. The run

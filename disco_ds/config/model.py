@@ -1,12 +1,18 @@
 """The `model` and `optim` sections of a recipe: the model, its initial weights, and how it is optimized."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.settings import Count, PositiveCount, Settings
-from disco_ds.names import CUSTOM_CODE
+from disco_ds.config.data import FunctionName
+from disco_ds.config.settings import (
+    Count,
+    PositiveCount,
+    PositiveFraction,
+    ProperFraction,
+    Settings,
+)
 
 OPEN_CLIP_ONLY = (
     "name",
@@ -32,10 +38,10 @@ class ModelSettings(Settings):
     """Name of an open_clip model; path of a model config (.json); a folder in the layout of the
     Hugging Face Hub, with open_clip_config.json and the tokenizer; or `quickstart`, a small model in
     this package that trains on a CPU."""
-    factory: str | None = Field(None, pattern=rf"^{CUSTOM_CODE}$")
+    factory: FunctionName | None = None
     """Custom model to use instead of an open_clip model, as `package.module:function`. The function
     returns a disco_ds.TwoTowers; see docs/extending.md."""
-    options: dict[str, Any] = Field({})
+    options: dict[str, Any] = {}
     """Keyword arguments for the function model.factory."""
     pretrained: Path | None = None
     """Initial weights of both towers: an open_clip tag such as laion2b_s34b_b79k, whose weights are
@@ -77,7 +83,7 @@ class ModelSettings(Settings):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory but takes time. Enable it if a
     micro-batch does not fit into memory."""
-    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    patch_dropout: ProperFraction | None = None
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     towers: Literal["auto", "open_clip"] = "auto"
@@ -137,18 +143,15 @@ class ModelSettings(Settings):
         return self
 
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
 class TowerOptimSettings(Settings):
     """Optimizer settings of one tower."""
 
-    lr_factor: float = Field(1.0, gt=0)
+    lr_factor: PositiveFloat = 1.0
     """Factor by which the learning rate is multiplied for this tower. Lower it for a pretrained
     tower."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of this tower. Null: optim.weight_decay."""
-    layer_decay: float = Field(1.0, gt=0, le=1)
+    layer_decay: PositiveFraction = 1.0
     """Ratio of each layer's learning rate to the learning rate of the next layer. The last layer of
     the tower has the full rate. 1: all layers have the same rate."""
 
@@ -171,7 +174,7 @@ class OptimSettings(Settings):
     """Name of the optimizer. lamb requires ZeRO stage 0. muon applies Muon to the weight matrices and
     convolution filters of layers with a number in their name (such as `resblocks.0`), and AdamW to
     all other parameters."""
-    factory: str | None = Field(None, pattern=CUSTOM_CODE)
+    factory: FunctionName | None = None
     """Custom optimizer to use instead of `name`, as `package.module:function`, which must be importable
     through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. ZeRO 1 to 3
     need `elementwise`."""
@@ -187,19 +190,19 @@ class OptimSettings(Settings):
     """How the peak learning rate follows from base_lr if `lr` is null. With r = global_batch /
     32,768: `linear`: base_lr x r (DisCo-CLIP, section 5.1). `sqrt`: base_lr x the square root of r.
     `none`: base_lr."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB, Lion and the AdamW part of muon."""
-    eps: float = Field(1e-6, gt=0)
+    eps: PositiveFloat = 1e-6
     """Epsilon of AdamW, LAMB and the AdamW part of muon."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: ProperFraction = 0.9
     """Momentum of SGD and Muon. Muon is usually trained with 0.95."""
     muon_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision in which Muon orthogonalizes updates. On CPUs, fp32 may be faster."""
-    weight_decay: float = Field(0.2, ge=0)
+    weight_decay: NonNegativeFloat = 0.2
     """Weight decay of the weight matrices. The following have no weight decay: biases, normalization parameters and
     other vectors; position embeddings (absolute or relative); parameters that a module's `no_weight_decay()` names; the
     logit scale and the logit bias."""
-    clip_norm: float = Field(0.0, ge=0)
+    clip_norm: NonNegativeFloat = 0.0
     """Maximum norm of the gradient of all parameters together. Larger gradients are scaled down to
     this norm. 0: no clipping. If the gradient norm has spikes, set a value such as 1."""
     schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
@@ -210,12 +213,12 @@ class OptimSettings(Settings):
     runs."""
     cooldown_steps: Count = 0
     """Number of steps of the linear decay at the end of the run, if schedule is cooldown."""
-    lr_min: float = Field(0.0, ge=0)
+    lr_min: NonNegativeFloat = 0.0
     """Learning rate at the end of the run, if schedule is cosine or cooldown."""
     tau_lr: PositiveFloat | None = None
     """Constant learning rate of the logit scale and the logit bias, without warmup. Null: they have
     the same learning rate as the other parameters."""
-    tau_slow: float = Field(0.0, ge=0)
+    tau_slow: NonNegativeFloat = 0.0
     """While the temperature is at or below this value (0.03 in FastCLIP), tau_lr is divided by 3.
     0: off."""
     ema: EmaSettings | None = None

@@ -8,8 +8,8 @@ ds_config.py).
 Import-light: neither torch nor DeepSpeed is imported, so any module may import this file.
 """
 
+import fractions
 import shlex
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +19,16 @@ from disco_ds.config.data import CropScale, DataSettings, Pixels, check_template
 from disco_ds.config.ds_config import precision, zero_stage
 from disco_ds.config.model import ModelSettings, OptimSettings
 from disco_ds.config.recipe_yaml import dump
-from disco_ds.config.settings import MAX_COUNT, MAX_SECONDS, Count, PositiveCount, Settings, Tree
+from disco_ds.config.settings import (
+    MAX_COUNT,
+    MAX_SECONDS,
+    Count,
+    Fraction,
+    PositiveCount,
+    ProperFraction,
+    Settings,
+    Tree,
+)
 from disco_ds.names import plural
 
 PACKAGE = Path(__file__).parents[1]
@@ -42,7 +51,7 @@ class LossSettings(Settings):
     name: str = "disco_fused"
     """Name of a registered loss (docs/losses.md compares them), or a custom loss as
     `package.module:Class`, which must be importable through PYTHONPATH."""
-    options: dict[str, Any] = Field({})
+    options: dict[str, Any] = {}
     """Keyword arguments for the loss. The section loss.options of docs/settings.md lists them."""
 
 
@@ -77,7 +86,7 @@ class TeacherSettings(Settings):
     uses the logit scale that it has learned."""
     bias: float | None = None
     """Logit bias of stored embeddings. loss.name=siglip needs it."""
-    weight: float = Field(1.0, ge=0, le=1)
+    weight: Fraction = 1.0
     """Weight of the teacher's soft targets in the loss. The targets that the data's pairs give have the weight
     1 - weight."""
 
@@ -197,7 +206,7 @@ class EvalSettings(Settings):
     """Number of steps between evaluations. 0: evaluate only at the end of the run."""
     every_epochs: float = Field(0.0, ge=0, le=MAX_EPOCHS)
     """Number of epochs between evaluations. If it is set, every_steps is ignored. 0: not set."""
-    labeled: dict[str, str] = Field({})
+    labeled: dict[str, str] = {}
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
     labels of that set. The images are a folder of .tar shards, a bundled set such as
     `bundled:emoji/unseen`, a folder with one sub-folder per class, or a folder in clip_benchmark's
@@ -205,23 +214,23 @@ class EvalSettings(Settings):
     (wnids such as `n02123045`), whose class names come from open_clip."""
     label_key: Template = "{json[label]}"
     """Template for the label of a sample. It is used for labeled sets in shards."""
-    classes: dict[str, Path] = Field({})
+    classes: dict[str, Path] = {}
     """Name of a labeled set -> file with its class names. A text file has one class name per line,
     or a label, a tab and a class name per line. A JSON file contains a list of class names, or a
     mapping from label to class name."""
-    templates: dict[str, str] = Field({})
+    templates: dict[str, str] = {}
     """Name of a labeled set -> file of prompt templates, in which {} or {c} stands for the class
     name; or `imagenet` for open_clip's 80 ImageNet templates. Default for a folder in
     clip_benchmark's layout: the templates in that folder, or the 80 ImageNet templates if there are
     none. Default for class folders: the 80 ImageNet templates. Default for shards: the class name
     alone."""
-    retrieval: dict[str, str] = Field({})
+    retrieval: dict[str, str] = {}
     """Name of an evaluation set -> its captioned images, for image-to-text and text-to-image
     retrieval. The images are a folder of .tar shards, a csv, or a folder in clip_benchmark's layout."""
-    validation: dict[str, str] = Field({})
+    validation: dict[str, str] = {}
     """Name of an evaluation set -> its held-out image-text pairs, for the validation loss. The
     pairs are a folder of .tar shards, a csv, or a folder in clip_benchmark's layout."""
-    probes: dict[str, ProbeSettings] = Field({})
+    probes: dict[str, ProbeSettings] = {}
     """Name of an evaluation set -> its `train` and `test` images. A k-nearest-neighbors classifier and
     a linear classifier learn from the image features of `train`; their accuracy on `test` is reported.
     The text tower is not used, so probes also work for a model trained with model.two_views. Probes
@@ -264,7 +273,7 @@ class StageSettings(Settings):
     image_size: PositiveCount | None = None
     """Image size of this stage. The position embedding of an open_clip ViT is resized; other image
     towers must not have parameters that depend on the image size."""
-    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    patch_dropout: ProperFraction | None = None
     """Patch dropout of this stage."""
     crop_scale: CropScale | None = None
     """data.crop_scale of this stage."""
@@ -527,7 +536,8 @@ class Config(Settings):
         """
         if self.epochs is None:
             return self
-        samples = int(Fraction(str(self.epochs)) * num_samples)  # floats such as 1.15 are not exact
+        # Floats such as 1.15 are not exact.
+        samples = int(fractions.Fraction(str(self.epochs)) * num_samples)
         if samples < self.global_batch:
             raise ValueError(
                 f"global_batch={self.global_batch} is larger than the whole run: epochs={self.epochs:g}, and the data "

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from disco_ds.config.secrets import refuse_secret
@@ -21,6 +21,10 @@ Tree = dict[str, Any]
 """A mapping from names to values, which may be mappings again, such as settings or the content of a JSON file."""
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 PositiveCount = Annotated[int, Gt(0), Le(MAX_COUNT)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+ProperFraction = Annotated[float, Ge(0), Lt(1)]
+"""A fraction below 1."""
 
 
 class Settings(BaseModel):
