@@ -43,8 +43,9 @@ def load_custom(
         module = importlib.import_module(module_name)
     found = getattr(module, attribute, None)
     if found is None:
-        hint = did_you_mean(attribute, vars(module))
-        raise ValueError(f"{name}: module {module_name} has no {attribute}{hint}")
+        raise ValueError(
+            f"{name}: module {module_name} has no {attribute}{did_you_mean(attribute, vars(module))}"
+        )
     if base is not None and not (isinstance(found, type) and issubclass(found, base)):
         room = ".".join(base.__module__.split(".")[:2])
         raise ValueError(

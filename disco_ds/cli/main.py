@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         if command in ("train", "eval", "doctor", "embed"):
             adopt_slurm()
         is_launched = command in RANK_COMMANDS
-        code: int = resolve_name(function)(options)
+        return resolve_name(function)(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -46,4 +46,3 @@ def main(argv: list[str] | None = None) -> int:
 
         show(error)
         return 2
-    return code

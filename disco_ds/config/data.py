@@ -70,9 +70,15 @@ class AugmentSettings(Settings):
     @property
     def is_random(self) -> bool:
         """Whether two views of an image can differ."""
-        moved = self.rotate_degrees, self.zoom, self.shift, self.color_scale, self.color_offset
-        jittered = self.color_jitter_prob and any(self.color_jitter)
-        return any(moved) or bool(jittered) or 0 < self.gray_scale_prob < 1
+        changes = (
+            self.rotate_degrees,
+            self.zoom,
+            self.shift,
+            self.color_scale,
+            self.color_offset,
+            self.color_jitter_prob * any(self.color_jitter),
+        )
+        return any(changes) or 0 < self.gray_scale_prob < 1
 
 
 class RemoteSettings(Settings):
@@ -299,22 +305,20 @@ class DataSettings(SampleSettings):
             raise ValueError(
                 "data.sources replaces data.shards and data.manifest: remove data.sources or the other two"
             )
-        self._check_index()
+        if self.index == "none":
+            shards = self.shards or ""
+            if self.source != "shards" or self.sources or self.manifest:
+                raise ValueError(
+                    "data.index=none works with data.shards only: remove data.sources and data.manifest, and set "
+                    "data.source=shards"
+                )
+            if shards.startswith(PIPE) or shards.endswith((".csv", ".tsv")):
+                raise ValueError(
+                    "data.index=none works with tar shards in a folder or at URLs only"
+                )
         if len({source.weight is None for source in self.sources or ()}) > 1:
             raise ValueError("data.sources: set a weight for every source or for none")
         return self
-
-    def _check_index(self) -> None:
-        if self.index == "manifest":
-            return
-        shards = self.shards or ""
-        if self.source != "shards" or self.sources or self.manifest:
-            raise ValueError(
-                "data.index=none works with data.shards only: remove data.sources and data.manifest, and set "
-                "data.source=shards"
-            )
-        if shards.startswith(PIPE) or shards.endswith((".csv", ".tsv")):
-            raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
     def per_source(self) -> list[Self]:

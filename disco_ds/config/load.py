@@ -70,9 +70,9 @@ def find_recipe(recipe: str | Path) -> Path:
         return path
     known = {item.stem: item for item in sorted((PACKAGE / "recipes").glob("*.yaml"))}
     if str(recipe) not in known:
-        hint = did_you_mean(str(recipe), known)
         raise ValueError(
-            f"unknown recipe {shorten(recipe)!r}{hint}; bundled recipes: {', '.join(known)}"
+            f"unknown recipe {shorten(recipe)!r}{did_you_mean(str(recipe), known)}; bundled recipes: "
+            f"{', '.join(known)}"
         )
     return known[str(recipe)]
 

@@ -19,9 +19,8 @@ def read_text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
         raise ValueError(
-            f"{what} {path} is not UTF-8 text: byte {error.start} is {byte:#04x}"
+            f"{what} {path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         ) from None
     except OSError as error:
         raise ValueError(f"{what} {shorten(path)} cannot be read: {error.strerror}") from None

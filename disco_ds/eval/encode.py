@@ -93,8 +93,7 @@ class Encoder:
         num_read = 0
         finite = torch.ones((), dtype=torch.bool, device=device)
         samples = read_all(images.source, images.data, self.spec, rank, size, images.text)
-        share = math.ceil(images.source.num_samples / size)
-        for _ in range(math.ceil(share / self.chunk)):
+        for _ in range(math.ceil(images.source.num_samples / (size * self.chunk))):
             batch: list[tuple[Tensor, str, int]] = []
             try:
                 batch = list(islice(samples, self.chunk))

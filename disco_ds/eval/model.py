@@ -114,6 +114,6 @@ def load_model(
         settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)
         module = build_model(settings)
     else:
-        read = read_weights(Path(model), ema)
+        read = read_weights(model, ema)
         settings, module = read.settings, build_from(read)
     return module.to(comm.local_device()).eval(), build_tokenizer(settings, module)

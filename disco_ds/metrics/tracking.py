@@ -5,8 +5,6 @@ the monitor's points when a resumed run repeats steps. Only rank 0 talks to W&B.
 stops the run. The package wandb is imported only if a run asks for it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,28 +19,6 @@ WANDB_ID = "wandb_id.txt"
 """File in the run folder with the id of the W&B run. A resumed run logs to the same W&B run."""
 UPLOAD_S = "120"
 """Maximum wait for uploads at the end of a run, in seconds; the other ranks wait as well."""
-
-
-def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | None:
-    """Start or resume the W&B run that log.wandb asks for, on rank 0. Collective.
-
-    Args:
-        config: The recipe.
-        folder: The run folder.
-        stack: When it is closed, the W&B run ends. An exception that closes it marks the W&B run as failed.
-
-    Raises:
-        AgreedError: On every rank, if the package wandb is not installed.
-    """
-    run = None
-    with comm.all_or_none("log.wandb"):
-        if config.log.wandb.project is not None and comm.rank() == 0:
-            import wandb  # noqa: F401 - a missing package is refused
-
-            with log_errors("W&B gets no points until the run is resumed (see docs/logging.md)"):
-                run = WandbRun(config, folder)
-                stack.push(run.close)
-    return run
 
 
 class WandbRun:
@@ -79,3 +55,25 @@ class WandbRun:
         """End the W&B run, and wait up to UPLOAD_S for pending uploads. ExitStack calls this like `__exit__`."""
         with log_errors("W&B"):
             self.run.finish(exit_code=int(failure is not None))
+
+
+def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | None:
+    """Start or resume the W&B run that log.wandb asks for, on rank 0. Collective.
+
+    Args:
+        config: The recipe.
+        folder: The run folder.
+        stack: When it is closed, the W&B run ends. An exception that closes it marks the W&B run as failed.
+
+    Raises:
+        AgreedError: On every rank, if the package wandb is not installed.
+    """
+    run = None
+    with comm.all_or_none("log.wandb"):
+        if config.log.wandb.project is not None and comm.rank() == 0:
+            import wandb  # noqa: F401 - a missing package is refused
+
+            with log_errors("W&B gets no points until the run is resumed (see docs/logging.md)"):
+                run = WandbRun(config, folder)
+                stack.push(run.close)
+    return run

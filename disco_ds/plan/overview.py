@@ -279,10 +279,11 @@ def write_recipe(config: Config, folder: Path, comment: str) -> Path:
     path = folder / "recipe.yaml"
     if path.exists():
         raise ValueError(f"--fit {folder}: {path} already exists; name another folder")
-    where = f"the fitted recipe (global_batch {config.global_batch:,})"
-    check_config(config.model_dump(mode="json"), where)
+    check_config(
+        config.model_dump(mode="json"), f"the fitted recipe (global_batch {config.global_batch:,})"
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    tree = config.model_dump(mode="json", exclude_defaults=True)
     text = "".join(f"# {line}\n" for line in comment.splitlines())
-    path.write_text(text + dump(tree), encoding="utf-8")
+    text += dump(config.model_dump(mode="json", exclude_defaults=True))
+    path.write_text(text, encoding="utf-8")
     return path
