@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +43,7 @@ from disco_ds.checkpoints import keep
 from disco_ds.checkpoints.checkpoint import read_rng
 from disco_ds.checkpoints.keep import ENGINE, FORMAT, Mirror, seal, set_aside
 from disco_ds.config import CheckpointSettings, Tree
-from disco_ds.config.text_file import write_text
+from disco_ds.config.text_file import write_json
 from disco_ds.distributed import comm, deepspeed_quirks, jobs
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.runs.run_folder import CHECKPOINTS, META
@@ -356,7 +355,7 @@ class Save:
         """Write checkpoint.json and give the folder its final name."""
         meta = {**self.meta, "files": dict(sorted(files.items()))}
         meta["seal"] = seal(meta)
-        write_text(self.partial / META, json.dumps(meta, indent=1) + "\n")
+        write_json(self.partial / META, meta)
         # After a crash, a folder with the final name must not lack a file, so flush all folders first.
         for folder in {path.parent for path in self.partial.rglob("*")}:
             sync(folder)

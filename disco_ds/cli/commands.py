@@ -88,7 +88,7 @@ def report(options: Report) -> int:
 
 def evaluate(options: Eval) -> int:
     """Evaluate a model and print a table of results. Runs alone or on every rank of a launcher."""
-    from disco_ds.config.text_file import write_text
+    from disco_ds.config.text_file import write_json
     from disco_ds.distributed.comm import AgreedError, RefusedError, RendezvousError
     from disco_ds.eval import describe
     from disco_ds.run import evaluate_run
@@ -109,8 +109,7 @@ def evaluate(options: Eval) -> int:
                     {"kind": result.kind, "name": result.name} | result.values | result.counts
                     for result in results
                 ]
-                text = json.dumps({"model": options.model, "sets": sets}, indent=1)
-                write_text(path, f"{text}\n")
+                write_json(path, {"model": options.model, "sets": sets})
     except AgreedError as error:
         return fail_rank(error, error.exit_code, speaks=is_rank_0)
     except (RendezvousError, OSError) as error:

@@ -1,5 +1,6 @@
 """Read small text files with clear error messages, and write them atomically."""
 
+import json
 import os
 from pathlib import Path
 
@@ -44,3 +45,8 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(
             error.errno, f"{error.strerror}; make room, or choose another folder", str(path)
         ) from None
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file like write_text."""
+    write_text(path, json.dumps(content, indent=1) + "\n")

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from disco_ds.config.data import DataSettings
-from disco_ds.config.text_file import write_text
+from disco_ds.config.text_file import write_json
 from disco_ds.data.captions import Members, list_captions, shorten_caption
 from disco_ds.data.errors import BrokenSample, DataError, DroppedSample, refuse_broken
 from disco_ds.data.images import augment, decode_for_evaluation, find_image
@@ -160,10 +160,10 @@ class Embedder:
             **describe_views(data, self.views),
             SCORE: self.score or None,
         }
-        path, text = folder / RECORD, json.dumps(record, indent=1) + "\n"
+        path = folder / RECORD
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            for key, value in json.loads(text).items():
+            before = json.loads(path.read_bytes())
+            for key, value in json.loads(json.dumps(record)).items():
                 if before.get(key) != value:
                     raise ValueError(
                         f"{folder} was begun with {key} {before.get(key)}, now it is {value}; choose another folder"
@@ -171,7 +171,7 @@ class Embedder:
         elif any(folder.glob("*.tar")):
             raise ValueError(f"{folder} has shards that embed did not write; choose another folder")
         else:
-            write_text(path, text)
+            write_json(path, record)
 
     def _load(
         self, source: Source, shards: Sequence[int]

@@ -286,7 +286,7 @@ def check_record(folder: Path, settings: DataSettings) -> None:
     path = folder / RECORD
     if not path.exists():
         return
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = json.loads(path.read_bytes())
     for key, value in describe_views(settings, record["views"]).items():
         if record.get(key, value) != value:
             raise ValueError(

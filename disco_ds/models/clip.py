@@ -430,7 +430,7 @@ def register_config(name: str) -> str:
     path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
     if path.is_file():
         with explain_errors(f"model.name: {name} is not valid JSON"):
-            architecture = json.loads(path.read_text(encoding="utf-8"))
+            architecture = json.loads(path.read_bytes())
         # Under its own name, the file could replace a model of open_clip.
         return register_architecture(name, architecture)
     known = open_clip.list_models()

@@ -45,7 +45,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
         ValueError: If the file cannot be read or does not describe a model.
     """
     with explain_errors(f"{folder} is not a complete open_clip folder"):
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_bytes())
         model = config["model_cfg"]
         text = {} if "factory" in model else model["text_cfg"]
     if text.get("hf_tokenizer_name"):

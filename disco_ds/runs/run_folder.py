@@ -5,7 +5,6 @@ In a run, only rank 0 calls these functions, and the results are broadcast.
 
 import fcntl
 import itertools
-import json
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from disco_ds.config.recipe_yaml import parse
-from disco_ds.config.text_file import read_text, write_text
+from disco_ds.config.text_file import read_text, write_json
 
 logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
@@ -167,7 +166,7 @@ def mark_finished(path: Path, record: dict[str, object]) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    write_text(path / FINISHED, json.dumps(record, indent=1) + "\n")
+    write_json(path / FINISHED, record)
 
 
 def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> None:
@@ -180,7 +179,7 @@ def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> N
     """
     if launch_id is not None:
         with suppress(OSError):
-            write_text(path / LAUNCHED, json.dumps({"launch": launch_id, "code": code}) + "\n")
+            write_json(path / LAUNCHED, {"launch": launch_id, "code": code})
 
 
 def lock_folder(path: Path) -> IO[str]:

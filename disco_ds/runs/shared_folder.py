@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config import Config, render_ds_config
-from disco_ds.config.text_file import write_text
+from disco_ds.config.text_file import write_json, write_text
 from disco_ds.distributed import comm
 from disco_ds.runs.messages import write_log
 from disco_ds.runs.run_folder import CONFIG, FINISHED, find_run_folder, lock_folder, make_run_folder
@@ -110,5 +110,5 @@ def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any
         if comm.rank() == 0:
             (folder / FINISHED).unlink(missing_ok=True)  # exists if a finished run is extended
             write_text(folder / CONFIG, config.to_yaml())
-            write_text(folder / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
+            write_json(folder / "ds_config.json", ds_config)
     return ds_config

@@ -31,7 +31,7 @@ from braceexpand import braceexpand
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import VARIABLE, expand
-from disco_ds.config.text_file import read_text, write_text
+from disco_ds.config.text_file import read_text, write_json
 from disco_ds.data.sources.base import Shard, Source, digest
 from disco_ds.data.sources.cache import ShardCache
 from disco_ds.data.sources.fetching import BUCKETS, list_objects
@@ -340,7 +340,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
     path = path or manifest.folder / NAME
     shards = [shard._asdict() for shard in manifest.shards]
     tree = {"version": 1, "shards": shards, "missing": manifest.missing}
-    write_text(path, json.dumps(tree, indent=1) + "\n")
+    write_json(path, tree)
     return path
 
 
@@ -351,7 +351,7 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: If the file is not a manifest.
     """
     with explain_errors(f"{path} is not a manifest", "write it with disco-ds index"):
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_bytes())
         shards = tuple(Shard(**item) for item in tree["shards"])
     return Manifest(path.parent, shards, missing=tuple(tree.get("missing", ())))
 
