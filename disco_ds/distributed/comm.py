@@ -389,9 +389,9 @@ def circulate(
         mine = visit((n - hop) % N, current)
         for request in requests:
             request.wait()
-        arriving, current = incoming[: len(sums)], incoming[len(sums) :]
-        if arriving:  # sums that the earlier ranks have computed for the current block
-            join(mine, arriving)
+        if sums:  # the earlier ranks have computed sums for the current block
+            join(mine, incoming[: len(sums)])
+        current = incoming[len(sums) :]
         sums = mine
     if N == 1:
         return sums

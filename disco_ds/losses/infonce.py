@@ -78,11 +78,10 @@ class WholeRowsLoss(Loss):
             others = teacher_metrics(embeddings, parts, self.group)
             loss = loss + self.teacher_weight * (of_teachers - loss)
         with torch.no_grad():
-            hits = []
-            for logits in both:
-                pairs = logits.gather(1, labels[:, None])
-                at_top = logits >= pairs - TIE * embeddings.scale.abs()
-                hits.append((at_top.sum(1) == 1).sum())
+            tie = TIE * embeddings.scale.abs()
+            # Nothing as large as the logits stays in memory from one direction to the next.
+            num_at_top = [(x >= x.gather(1, labels[:, None]) - tie).sum(1) for x in both]
+            hits = [(num == 1).sum() for num in num_at_top]
             metrics = global_metrics(loss, hits, len(labels), self.group, others)
         return LossOutput(loss, metrics)
 
