@@ -163,9 +163,6 @@ class SyntheticSource(Source):
         """Return no members, because `generate` needs none."""
         return {}
 
-    # Nothing can be read about a sample, so messages use its label.
-    name = Source.label
-
 
 def generate(key: SampleKey, spec: InputSpec) -> Sample:
     """Generate the image and the tokens of a synthetic sample from its id and the seed. Each sample is a group."""

@@ -5,8 +5,8 @@ A source divides its samples into shards. A custom source is a class derived fro
 - sets `sizes`, a list with the number of samples in each shard, which determines the data order and the sample ids;
 - sets `fingerprint`, a string that changes when samples are added, removed, replaced or reordered. A run can be
   resumed only if the fingerprint has not changed;
-- defines a method `open` that returns a Reader, which looks up samples by (shard, entry), or has the methods `read` and
-  `name` of a Reader itself;
+- defines a method `open` that returns a Reader, which looks up samples by (shard, entry), or has the method `read` of a
+  Reader itself;
 - takes the recipe's `data.options` as keyword arguments of its constructor.
 
 Every rank constructs the source and sends it to its data workers, so the source must be picklable. A Reader is never
@@ -97,6 +97,9 @@ class Source:
     def label(self, shard: int, entry: int) -> str:
         """Return a name for a sample without reading the sample."""
         return f"shard {shard}, entry {entry}"
+
+    name = label
+    """The name for messages, for a source that is its own Reader."""
 
 
 def digest(tree: Any) -> str:
