@@ -1,5 +1,5 @@
 # make demo     trains and evaluates the quickstart on the bundled data
-# make test     the tests that take about six minutes on two cores;  make test-all  every test
+# make test     a representative of every kind of test: 25 minutes on two slow cores;  make test-all  every test
 #               (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test: as on a processor without fp16)
 # make test-gpu what one GPU alone can show; after 8 minutes no test is started; REHEARSE=1: the same on the CPU
 #               (docs/gpu.md); RANKS=2 (or 4): what needs several ranks, which share a GPU if there are fewer GPUs;
