@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, mod
 
 from disco_ds.config.settings import (
     Fraction,
+    FunctionName,
     PositiveCount,
     PositiveFraction,
     ProperFraction,
@@ -168,7 +169,6 @@ def _check_filter(rules: dict[str, Tree]) -> dict[str, Tree]:
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 GroupBy = Annotated[str, AfterValidator(_check_group_by)]
 Filter = Annotated[dict[str, Tree], AfterValidator(_check_filter)]
-FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
 CropScale = Annotated[tuple[PositiveFraction, PositiveFraction], AfterValidator(_check_order)]
 SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$")]
 

@@ -5,9 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from disco_ds.config.data import FunctionName
 from disco_ds.config.settings import (
     Count,
+    FunctionName,
     PositiveCount,
     PositiveFraction,
     ProperFraction,
@@ -113,10 +113,9 @@ class ModelSettings(Settings):
             raise ValueError(
                 "remove model.options: it applies only to model.factory, which is not set"
             )
-        given = self.model_dump(exclude_defaults=True)
-        for name in OPEN_CLIP_ONLY:
-            if self.factory and name in given:
-                raise ValueError(f"remove model.{name}: model.factory builds the model itself")
+        given = self.model_dump(include=set(OPEN_CLIP_ONLY), exclude_defaults=True)
+        if self.factory and given:
+            raise ValueError(f"remove model.{min(given)}: model.factory builds the model itself")
         return self
 
     @model_validator(mode="after")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from disco_ds.config.secrets import refuse_secret
-from disco_ds.names import shorten
+from disco_ds.names import CUSTOM_CODE, shorten
 
 MAX_SECONDS = 1e7
 """Upper bound of timeouts in seconds: about four months. Longer timeouts overflow the clocks of
@@ -25,6 +25,8 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
 ProperFraction = Annotated[float, Ge(0), Lt(1)]
 """A fraction below 1."""
+FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
+"""Custom code as `package.module:function`."""
 
 
 class Settings(BaseModel):

@@ -48,5 +48,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file like write_text."""
+    """Write a JSON file atomically, as write_text does."""
     write_text(path, json.dumps(content, indent=1) + "\n")

@@ -140,7 +140,7 @@ class Loader:
         self._first: Iterator[MicroBatch] = iter(())
         """Iterator over the micro-batches of the current step's first pass."""
         self._kept: list[MicroBatch] = []
-        """The micro-batches of the current step, on the device or the host as `staging.kept_on` says."""
+        """The micro-batches of the current step, in the memory that `staging.kept_on` names."""
         self._damaged: set[str] = set()
         """Descriptions of the damaged shards so far."""
         self._resources = ExitStack()

@@ -251,14 +251,18 @@ class Mixture:
         # Each source has a different seed, so that sources of equal size are not shuffled identically. The first source
         # keeps `seed` itself, so that its order is the same as if it were the only source.
         seeds = [seed, *(keyed_int(seed, _SEED, number) for number in range(1, len(sizes)))]
-        self.orders: list[DataOrder | WholeShards] = [
-            WholeShards(len(part), num_slots, source_seed)
-            if window is None
-            else DataOrder(part, num_slots, source_seed, window)
-            for part, source_seed in zip(sizes, seeds, strict=True)
-        ]
+        self.orders: list[DataOrder | WholeShards]
         if window is None:
+            self.orders = [
+                WholeShards(len(part), num_slots, source_seed)
+                for part, source_seed in zip(sizes, seeds, strict=True)
+            ]
             sizes = [[_IDS_PER_SHARD] * len(part) for part in sizes]
+        else:
+            self.orders = [
+                DataOrder(part, num_slots, source_seed, window)
+                for part, source_seed in zip(sizes, seeds, strict=True)
+            ]
         self._num_slots = num_slots
         self._seed = seed
         # The bounds between sources are 64-bit integers, so that the choice of a sample's source does not depend on how

@@ -197,13 +197,13 @@ class _Columns:
         if loss.comm_dtype is not None and self.local.dtype != torch.float64:
             self.local = self.local.to(loss.comm_dtype)
         self.columns = self.local
-        """The columns that `visit` of `gradient` gets: for Gathered those of all ranks, for Ring first this rank's."""
+        """The columns that `gradient` starts with: in Gathered those of all ranks, in Ring those of this rank."""
 
     def _visit_all(self, sent: list[Tensor], visit: Visit) -> list[Tensor]:
         """Call `visit` until it has seen the columns of all ranks, and sum the results of all ranks. Collective.
 
         Args:
-            sent: Alternately columns, and a vector [b] with one number for each of this rank's columns.
+            sent: Columns (see `columns`) and vectors [b] in turn. A vector has one number for each column of this rank.
             visit: Called with a number `owner`, as for `block`, and with columns and vectors of the same m columns.
                 Returns tensors of m rows, this rank's contributions to results for these columns.
 
@@ -294,7 +294,8 @@ class _Columns:
             rows: [b, D].
             columns: [m, D].
             scales: Scales of the rows, [1] or [b], and of the columns, [1] or [m].
-            owner: `columns` begin at the column owner x m of all ranks. If m = b, this is the rank that has them.
+            owner: `columns` are the columns owner x m to owner x m + m - 1 of the global batch. In Ring, m = b, so
+                `owner` is the rank that they belong to.
             shift: The shift of the block.
         """
         b, m = len(rows), len(columns)

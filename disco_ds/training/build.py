@@ -180,12 +180,11 @@ def build(
     if resume:
         folder = open_folder(recipe, resume, stack)
         saved = find_checkpoint(folder, resume, recipe, identify_stage, unattended, allow_change)
-    progress: tuple[int, ...] = ()
+    progress: Tree = {}
     if saved:
-        meta = saved.meta
-        batch = meta["identity"]["global_batch"]
-        progress = meta["step"], meta["samples"], batch, meta["warmup_batch"]
-    schedule = make_schedule(recipe, *progress)
+        progress = {key: saved.meta[key] for key in ("step", "samples", "warmup_batch")}
+        progress["previous_batch"] = saved.meta["identity"]["global_batch"]
+    schedule = make_schedule(recipe, **progress)
     config = recipe.at_sample(schedule.first_samples)
     identity = identify_stage(config)
     with comm.all_or_none("model"):
